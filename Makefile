@@ -1,0 +1,35 @@
+# Everything a fresh machine needs is Python (3.10 or newer), pip and make.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test test-slow check format clean
+
+setup: .venv/.installed
+
+# The stamp is newer than what it was made from: a second call installs nothing.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/patchmix demo
+
+test: check
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist runs .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""How good is a backbone? Features, kNN, linear, fine-tune, detection."""

@@ -1,0 +1,1 @@
+"""Weights of other projects in, weights for other projects out."""

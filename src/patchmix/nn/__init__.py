@@ -1,0 +1,1 @@
+"""Networks: the encoder (a timm VisionTransformer), the heads, the momentum copy."""
