@@ -1,0 +1,109 @@
+"""One process or many: rank, world size, and the few collectives that pre-training needs.
+
+Everything here is the identity in a single process, so callers never ask which it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+@contextmanager
+def process_group(device: torch.device, timeout_minutes: float = 10.0) -> Iterator[None]:
+    """Joins the group that torchrun describes in the environment; nothing to do in a single process."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def local_device(name: str = "auto") -> torch.device:
+    """ "auto" is this process's own GPU where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device is cuda, but torch sees no GPU; use --device cpu or install a CUDA driver")
+        torch.cuda.set_device(device)
+    return device
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@torch.no_grad()
+def gather(x: Tensor) -> Tensor:
+    """Concatenates x of all processes in the order of their ranks, without gradient. (n, …) → (n·world, …)."""
+    if world_size() == 1:
+        return x
+    out = x.new_empty((world_size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x.contiguous())
+    return out
+
+
+def broadcast_float(value: float, device: torch.device) -> float:
+    """Rank 0's value on every rank."""
+    if world_size() == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.broadcast(tensor, src=0)
+    return float(tensor)
+
+
+def any_process(flag: bool, device: torch.device) -> bool:
+    """True everywhere as soon as it is true on one process."""
+    if world_size() == 1:
+        return flag
+    tensor = torch.tensor(float(flag), device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return bool(tensor)
+
+
+class _AllReduceSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
+        grad = grads[0].clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """Sum over processes; gradients are summed too."""
+    if world_size() == 1:
+        return x
+    return _AllReduceSum.apply(x)  # type: ignore[no-any-return]

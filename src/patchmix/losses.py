@@ -1,0 +1,46 @@
+"""The soft-target contrast, and what its value can be compared with.
+
+N queries, K keys. A target row says how similar query i should be to every key; it sums to 1 for origin-to-origin
+and mix-to-origin, and to M for mix-to-mix as the paper prints it (Eq. 12).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def contrast(queries: Tensor, keys: Tensor, target: Tensor, temperature: float) -> Tensor:
+    """−1/N Σ_i Σ_j target_ij · log softmax_j(sim(query_i, key_j) / τ), with cosine similarity (Eqs. 13-15).
+
+    queries: (N, D), keys: (K, D), target: (N, K). Gradients flow into both queries and keys: a caller that wants
+    the paper's stop-gradient detaches the keys. Logits are fp32 whatever the autocast.
+    """
+    with torch.autocast(queries.device.type, enabled=False):
+        similarity = F.normalize(queries.float(), dim=1) @ F.normalize(keys.float(), dim=1).T
+        return -(target * F.log_softmax(similarity / temperature, dim=1)).sum(dim=1).mean()
+
+
+def chance(target: Tensor) -> Tensor:
+    """The contrast of a model that finds all K keys equally similar: ln K × row sum."""
+    return target.sum(dim=1).mean() * math.log(target.shape[1])
+
+
+def floor(target: Tensor) -> Tensor:
+    """The lowest value the contrast can take with this target: its entropy, −Σ t ln(t / row sum)."""
+    proportion = target / target.sum(dim=1, keepdim=True)
+    entropy: Tensor = -torch.special.xlogy(target, proportion).sum(dim=1)
+    return entropy.mean()
+
+
+def smooth(target: Tensor, smoothing: float) -> Tensor:
+    """Label smoothing over all K keys: (1 − ε)·t + ε/K."""
+    return (1.0 - smoothing) * target + smoothing / target.shape[1]
+
+
+def place(target: Tensor, keys: int, offset: int) -> Tensor:
+    """A process's own (N, n) target among the keys gathered from all: (N, K), zero elsewhere."""
+    return F.pad(target, (offset, keys - offset - target.shape[1]))

@@ -1,0 +1,32 @@
+"""The contract between a method and the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Method(nn.Module):
+    """One paper, one file. The loop calls, each step: `before_step`, `forward`, backward, optimiser, `after_step`.
+
+    `forward` returns a dict with "loss"; the other entries are logged by name. For a contrast called "x" the entries
+    "x/chance" and "x/floor" say what its value can be compared with.
+    """
+
+    encoder: nn.Module  # what is evaluated, exported, shipped
+    generator: torch.Generator  # the method's own randomness; re-seeded each step from (seed, step, rank)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def before_step(self, progress: float) -> None:
+        """`progress` is the share of the training done so far, from 0 up to 1."""
+
+    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        raise AssertionError("a method defines forward(views)")
+
+    def after_step(self, progress: float) -> None:
+        """After the optimiser step: moving averages, centres."""

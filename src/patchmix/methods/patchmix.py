@@ -1,0 +1,160 @@
+"""PatchMix (Section 3.2, Algorithm 2): contrasts mix-to-origin, mix-to-mix and origin-to-origin.
+
+N images a process, K keys over all processes, M images a mix. x1, x2 are the two views; h are predicted queries,
+z are projected keys; F is the encoder, G the projection head, H the prediction head, Ξ the momentum copy of G∘F.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from patchmix import distributed
+from patchmix.losses import chance, contrast, floor, place, smooth
+from patchmix.methods.method import Method
+from patchmix.mixing import PatchMix, overlap
+from patchmix.nn.heads import mlp_head
+from patchmix.nn.momentum import MomentumCopy
+from patchmix.nn.vit import patch_size_of
+from patchmix.schedules import Cosine
+
+
+class PatchMixMethod(Method):
+    """Defaults are the paper's; the arguments are the named switches of docs/fidelity.md."""
+
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        *,
+        num_mix: int | Sequence[int] = 3,
+        temperature: float = 0.2,
+        weights: tuple[float, float, float] = (
+            1.0,
+            1.0,
+            1.0,
+        ),  # of origin-to-origin, mix-to-origin, mix-to-mix
+        normalize_mix_to_mix: bool = False,  # False: ω as printed, a row sums to M
+        label_smoothing: float = 0.0,  # of origin-to-origin
+        mixed_query: Literal[1, 2] = 1,  # which view is mixed to make the mixed query
+        momentum_encoder: bool = True,
+        momentum: float = 0.996,  # μ at the start; cosine to 1
+        momentum_stages: int = 0,  # 0: μ advances every step; else in so many equal stages
+        momentum_update: Literal["after_step", "before_keys"] = "after_step",
+        head_hidden: int = 4096,
+        head_out: int = 256,
+    ) -> None:
+        super().__init__()
+        _check_unit_interval("temperature", temperature, low_open=True)
+        _check_unit_interval("momentum", momentum)
+        _check_unit_interval("label_smoothing", label_smoothing)
+        self.encoder = encoder
+        self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
+        self.predictor = mlp_head(2, head_out, head_hidden, head_out)
+        self.momentum_copy = MomentumCopy(self._online()) if momentum_encoder else None
+        self.mix = PatchMix(patch_size_of(encoder), num_mix, self.generator)
+        self.temperature = temperature
+        self.weights = weights
+        self.normalize_mix_to_mix = normalize_mix_to_mix
+        self.label_smoothing = label_smoothing
+        self.mixed_query = mixed_query
+        self.momentum = momentum
+        self.momentum_stages = momentum_stages
+        self.momentum_update = momentum_update
+
+    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """views: x1, x2 (N, C, H, W), then any number of smaller local crops."""
+        x1, x2, *local_crops = views
+        if self.mixed_query == 2:
+            x1, x2 = x2, x1
+        m = self.mix.draw_num_mix()
+        mix1, mix2 = self.mix(x1, m), self.mix(x2, m)  # Algorithm 2, lines 5-6
+
+        h_mix1, h_2 = self.queries(mix1.images, x2)  # line 8
+        z_1, z_2, z_mix2 = (distributed.gather(z) for z in self.keys(x1, x2, mix2.images))  # line 9
+
+        n, k, offset = len(x1), len(z_1), distributed.rank() * len(x1)
+        similarity = overlap(mix1.share, mix2.share)  # ω of Eq. 12
+        if self.normalize_mix_to_mix:
+            similarity = similarity / similarity.sum(dim=1, keepdim=True)
+        origin = smooth(place(torch.eye(n, device=x1.device), k, offset), self.label_smoothing)
+        mixture = place(mix1.share, k, offset)
+
+        terms = _Terms(self.temperature)
+        terms.add("oto", self.weights[0], h_2, [z_1], origin)  # Eq. 15
+        terms.add("mto", self.weights[1], h_mix1, [z_2], mixture)  # Eq. 13
+        terms.add("mtm", self.weights[2], h_mix1, [z_mix2], place(similarity, k, offset))  # Eq. 14
+        if local_crops:
+            crops = torch.cat(local_crops)
+            mixed_crops = torch.cat([self.mix(crop, m).images for crop in local_crops])
+            h_local, h_mix_local = self.queries(crops, mixed_crops)
+            times = len(local_crops)
+            terms.add("local", 1.0, h_local, [z_1, z_2], origin.repeat(times, 1))
+            terms.add("mixlocal", 1.0, h_mix_local, [z_1, z_2], mixture.repeat(times, 1))
+        return terms.total()  # Eq. 16
+
+    def queries(self, *batches: Tensor) -> list[Tensor]:
+        """H(G(F(x))) of each batch: one pass of the encoder, heads batch by batch for their batch norms."""
+        return [self.predictor(z) for z in _project(self.encoder, self.projector, batches)]
+
+    @torch.no_grad()
+    def keys(self, *batches: Tensor) -> list[Tensor]:
+        """sg(G(F(x))) of each batch by the momentum copy, or by the base encoder where there is none."""
+        if self.momentum_copy is None:
+            return _project(self.encoder, self.projector, batches)
+        return _project(self.momentum_copy.network[0], self.momentum_copy.network[1], batches)
+
+    def before_step(self, progress: float) -> None:
+        if self.momentum_update == "before_keys":
+            self._follow(progress)
+
+    def after_step(self, progress: float) -> None:
+        if self.momentum_update == "after_step":
+            self._follow(progress)
+
+    def momentum_at(self, progress: float) -> float:
+        """μ: cosine from its start to 1."""
+        if self.momentum_stages:
+            progress = math.floor(progress * self.momentum_stages + 1e-9) / self.momentum_stages
+        return Cosine(self.momentum, 1.0)(progress)
+
+    def _follow(self, progress: float) -> None:
+        if self.momentum_copy is not None:
+            self.momentum_copy.update(self._online(), self.momentum_at(progress))
+
+    def _online(self) -> nn.ModuleList:
+        return nn.ModuleList([self.encoder, self.projector])
+
+
+class _Terms:
+    """Collects weighted contrasts with what each can be compared with."""
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self.entries: dict[str, Tensor] = {}
+        self.loss: Tensor | float = 0.0
+
+    def add(self, name: str, weight: float, queries: Tensor, keys: list[Tensor], target: Tensor) -> None:
+        value = torch.stack([contrast(queries, z, target, self.temperature) for z in keys]).sum()
+        self.loss = self.loss + weight * value
+        self.entries[name] = value
+        self.entries[f"{name}/chance"] = len(keys) * chance(target)
+        self.entries[f"{name}/floor"] = len(keys) * floor(target)
+
+    def total(self) -> dict[str, Tensor]:
+        assert isinstance(self.loss, Tensor)
+        return {"loss": self.loss, **self.entries}
+
+
+def _project(encoder: nn.Module, projector: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
+    features = encoder(torch.cat(list(batches)))
+    return [projector(f) for f in features.split([len(batch) for batch in batches])]
+
+
+def _check_unit_interval(name: str, value: float, *, low_open: bool = False) -> None:
+    if not 0.0 <= value <= 1.0 or (low_open and value == 0.0):
+        raise ValueError(f"{name} is {value}; it must lie in {'(0' if low_open else '[0'}, 1]")

@@ -1,0 +1,115 @@
+"""The encoder: a timm VisionTransformer, so that everything made for timm works on it."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from typing import Any
+
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+_OWN_NAME = re.compile(r"vit_(tiny|small|base)_patch(\d+)_(\d+)")
+HEADS = {"tiny": 3, "small": 6, "base": 12}  # Table "backbone"
+
+
+def create_encoder(
+    name: str,
+    *,
+    image_size: int | None = None,
+    patch_size: int | None = None,
+    in_chans: int = 3,
+    dim: int | None = None,
+    depth: int | None = None,
+    heads: int | None = None,
+    drop_path: float = 0.0,
+    any_image_size: bool = False,
+) -> VisionTransformer:
+    """A ViT without classifier: images (N, in_chans, H, W) → features (N, dim), the class token after the last norm.
+
+    `name` is `vit_{tiny,small,base}_patchP_S` for any patch size P and image size S (Table "backbone" has patch 2 at
+    32 px and patch 16 at 224 px), or any timm ViT. The other arguments override what the name says; with
+    `any_image_size` the position embedding is interpolated to whatever size comes in.
+    """
+    wanted = {
+        "img_size": image_size,
+        "patch_size": patch_size,
+        "embed_dim": dim,
+        "depth": depth,
+        "num_heads": heads,
+    }
+    options: dict[str, Any] = {key: value for key, value in wanted.items() if value is not None}
+    if own := _OWN_NAME.fullmatch(name):
+        size, patch, pixels = own[1], int(own[2]), int(own[3])
+        options = {"img_size": pixels, "patch_size": patch} | options
+        timm_name = f"vit_{size}_patch16_224"
+    else:
+        timm_name = name
+        if name.split(".")[0] not in timm.list_models():
+            near = difflib.get_close_matches(name, timm.list_models("vit_*"), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"model {name!r} is neither vit_{{tiny,small,base}}_patchP_S nor a timm model{hint}")
+    _check_sizes(name, options)
+    if any_image_size:
+        options["dynamic_img_size"] = True
+    encoder = timm.create_model(
+        timm_name, pretrained=False, num_classes=0, in_chans=in_chans, drop_path_rate=drop_path, **options
+    )
+    if not isinstance(encoder, VisionTransformer):
+        raise ValueError(
+            f"model {name!r} is a {type(encoder).__name__}; PatchMix needs a ViT whose tokens are image patches, "
+            "e.g. vit_small_patch16_224"
+        )
+    return encoder
+
+
+def _check_sizes(name: str, options: dict[str, Any]) -> None:
+    for key, value in options.items():
+        if value < 1:
+            raise ValueError(f"model {name!r}: {key} is {value}; it must be at least 1")
+    pixels, patch = options.get("img_size"), options.get("patch_size")
+    if pixels and patch and pixels % patch:
+        raise ValueError(f"model {name!r}: image size {pixels} is not a multiple of patch size {patch}")
+    dim, heads = options.get("embed_dim"), options.get("num_heads")
+    if dim and heads and dim % heads:
+        raise ValueError(f"model {name!r}: dim {dim} is not a multiple of {heads} heads")
+    if dim and not heads and (own := _OWN_NAME.fullmatch(name)) and dim % HEADS[own[1]]:
+        raise ValueError(
+            f"model {name!r}: dim {dim} is not a multiple of its {HEADS[own[1]]} heads; set model.heads too"
+        )
+
+
+@torch.no_grad()
+def initialize_as_mocov3(encoder: VisionTransformer) -> None:
+    """Xavier-uniform weights with q, k and v as three matrices, zero biases, class token N(0, 1e-6)."""
+    for name, module in encoder.named_modules():
+        if isinstance(module, nn.Linear):
+            out_features, in_features = module.weight.shape
+            if name.endswith("qkv"):
+                out_features //= 3
+            _xavier_uniform(module.weight, in_features + out_features)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    projection = encoder.patch_embed.proj  # a convolution that is a linear map of flattened patches
+    if isinstance(projection, nn.Conv2d):
+        _xavier_uniform(projection.weight, projection.weight[0].numel() + encoder.embed_dim)
+        if projection.bias is not None:
+            nn.init.zeros_(projection.bias)
+    if encoder.cls_token is not None:
+        nn.init.normal_(encoder.cls_token, std=1e-6)
+
+
+def _xavier_uniform(weight: torch.Tensor, fans: int) -> None:
+    bound = math.sqrt(6.0 / fans)
+    nn.init.uniform_(weight, -bound, bound)
+
+
+def patch_size_of(encoder: VisionTransformer) -> int:
+    """The side of a square patch."""
+    height, width = encoder.patch_embed.patch_size
+    if height != width:
+        raise ValueError(f"patches are {height} × {width} px; PatchMix mixes square patches")
+    return int(height)

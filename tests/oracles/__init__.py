@@ -1,0 +1,1 @@
+"""Slow, obviously right versions, written straight from the paper."""
