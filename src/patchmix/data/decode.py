@@ -1,0 +1,218 @@
+"""Bytes → upright RGB pixels: uint8 (H, W, 3).
+
+OpenCV decodes what it decodes right and fast (8-bit JPEG, PNG and WebP without alpha); Pillow does the rest. Pixels
+with alpha are composited over white. 16-bit images keep their high byte. An animation is its first frame.
+"""
+
+import io
+import struct
+import warnings
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+Pixels = npt.NDArray[np.uint8]
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+MAX_PIXELS = 100_000_000  # against decompression bombs; checked in the header, before anything is decoded
+_PROBE_BYTES = 64 << 10
+
+# Orientation is ours to apply: which formats OpenCV rotates on its own differs between its versions.
+_OPENCV_FLAGS = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+
+
+class DecodeError(ValueError):
+    """A sample that cannot be turned into pixels; prints as "key: reason"."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key = key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.reason}"
+
+
+class Header(NamedTuple):
+    """What the first bytes tell. `simple`: OpenCV decodes this kind as well as Pillow does."""
+
+    height: int
+    width: int
+    simple: bool
+
+
+def decode(data: bytes, key: str, *, max_pixels: int = MAX_PIXELS) -> Pixels:
+    """Decode an image file's bytes: uint8 (H, W, 3), RGB, upright. Raises DecodeError naming `key`."""
+    header = read_header(data)
+    if header is not None:
+        _check_size(header.height, header.width, key, max_pixels)
+        if header.simple and _is_complete(data):
+            pixels = _decode_opencv(data)
+            if pixels is not None and pixels.shape[:2] == (header.height, header.width):
+                return pixels
+    return _decode_pillow(data, key, max_pixels)
+
+
+def size_of(data: bytes, key: str) -> tuple[int, int]:
+    """(height, width) of the decoded image, from its header. Raises DecodeError."""
+    header = read_header(data)
+    if header is not None and header.simple:
+        return header.height, header.width
+    with _open_pillow(io.BytesIO(data), key) as image:
+        return _upright_size(image)
+
+
+def size_of_file(path: Path, key: str) -> tuple[int, int]:
+    """(height, width) of the decoded image in a file, reading as little of it as possible. Raises DecodeError."""
+    try:
+        with path.open("rb") as file:
+            # An EXIF thumbnail may push a JPEG's size further back than this; Pillow then seeks for it.
+            header = read_header(file.read(_PROBE_BYTES))
+            if header is not None and header.simple:
+                return header.height, header.width
+            file.seek(0)
+            with _open_pillow(file, key) as image:
+                return _upright_size(image)
+    except OSError as error:
+        raise DecodeError(key, _reason(error)) from error
+
+
+def read_header(data: bytes) -> Header | None:
+    """Size and kind from the first bytes of a JPEG, PNG or WebP; None where only Pillow can tell."""
+    try:
+        if data[:3] == b"\xff\xd8\xff":
+            return _jpeg_header(data)
+        if data[:8] == b"\x89PNG\r\n\x1a\n":
+            return _png_header(data)
+        if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+            return _webp_header(data)
+    except (IndexError, struct.error):  # cut off inside its header
+        return None
+    return None
+
+
+def _jpeg_header(data: bytes) -> Header | None:
+    position = 2
+    simple = True
+    while True:
+        if data[position] != 0xFF:
+            return None
+        marker = data[position + 1]
+        if marker == 0xFF:  # a fill byte
+            position += 1
+            continue
+        if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # no payload
+            position += 2
+            continue
+        (length,) = struct.unpack_from(">H", data, position + 2)
+        if marker == 0xE1 and data[position + 4 : position + 8] == b"Exif":
+            simple = False  # may be rotated
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            precision, height, width, channels = struct.unpack_from(">BHHB", data, position + 4)
+            return Header(height, width, simple and precision == 8 and channels in (1, 3))
+        if marker in (0xD9, 0xDA):
+            return None
+        position += 2 + length
+
+
+def _png_header(data: bytes) -> Header:
+    width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
+    simple = depth == 8 and colour in (0, 2)
+    # Transparent colour, orientation and animation live in chunks of their own. A chance match inside the
+    # compressed pixels only means the slower way.
+    simple = simple and not any(chunk in data for chunk in (b"tRNS", b"eXIf", b"acTL"))
+    return Header(height, width, simple)
+
+
+def _webp_header(data: bytes) -> Header | None:
+    kind = data[12:16]
+    if kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        has_alpha = bool(bits >> 28 & 1)
+        return Header((bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1, not has_alpha)
+    if kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
+        width, height = struct.unpack_from("<HH", data, 26)
+        return Header(height & 0x3FFF, width & 0x3FFF, True)
+    return None  # extended: alpha, animation or EXIF
+
+
+def _is_complete(data: bytes) -> bool:
+    """Whether the file's end is there: OpenCV fills what is missing with grey and says nothing, Pillow raises."""
+    if data[:2] == b"\xff\xd8":
+        return data.rstrip(b"\0")[-2:] == b"\xff\xd9"
+    if data[:4] == b"RIFF":
+        return len(data) >= 8 + int(struct.unpack_from("<I", data, 4)[0])
+    return b"IEND" in data[-16:]
+
+
+def _decode_opencv(data: bytes) -> Pixels | None:
+    try:
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), _OPENCV_FLAGS)
+    except cv2.error:
+        return None
+    if pixels is None:
+        return None
+    return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels), np.uint8)
+
+
+def _decode_pillow(data: bytes, key: str, max_pixels: int) -> Pixels:
+    with _open_pillow(io.BytesIO(data), key) as image:
+        _check_size(image.height, image.width, key, max_pixels)
+        try:
+            upright = ImageOps.exif_transpose(image)
+            return np.ascontiguousarray(_to_rgb(upright), dtype=np.uint8)
+        except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
+            raise DecodeError(key, _reason(error)) from error
+
+
+def _to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
+    if image.mode.startswith("I"):  # 16 bits, kept in 32 by some decoders
+        grey = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    if image.mode == "F":
+        values = np.nan_to_num(np.asarray(image, dtype=np.float64))
+        scale = 255.0 if values.size and values.max() <= 1.0 else 1.0  # 0…1, or 0…255
+        grey = np.clip(np.rint(values * scale), 0, 255).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, rgba)
+    return np.asarray(image.convert("RGB"))
+
+
+def _open_pillow(file: IO[bytes], key: str) -> Image.Image:
+    try:
+        with warnings.catch_warnings():
+            # Our own limit speaks for itself, and broken EXIF is not the user's business.
+            warnings.simplefilter("ignore")
+            return Image.open(file)
+    except Exception as error:  # as above
+        raise DecodeError(key, _reason(error)) from error
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    try:
+        sideways = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    except Exception:  # EXIF that cannot be read turns nothing
+        sideways = False
+    return (image.width, image.height) if sideways else (image.height, image.width)
+
+
+def _check_size(height: int, width: int, key: str, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise DecodeError(key, f"{width} x {height} pixels are more than the limit of {max_pixels:,}")
+    if height * width == 0:
+        raise DecodeError(key, "has no pixels")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image that OpenCV or Pillow can read"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__

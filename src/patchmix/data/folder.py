@@ -1,0 +1,160 @@
+"""Images in a folder, nested in any way; the first level below a split's folder may be its classes."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from patchmix.data.contract import Labels
+from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode, size_of_file
+
+_SUFFIXES = tuple(extension.encode() for extension in EXTENSIONS)
+
+
+class PathList:
+    """Many relative paths in one byte array: forked workers share it, where a list of strings would be copied
+    page by page as their reference counts change."""
+
+    def __init__(self, paths: Iterable[bytes]) -> None:
+        paths = list(paths)
+        lengths = np.fromiter((len(path) for path in paths), np.int64, len(paths))
+        self._ends = np.cumsum(lengths)
+        self._text = np.frombuffer(b"".join(paths), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> bytes:
+        start = int(self._ends[index - 1]) if index > 0 else 0
+        return self._text[start : int(self._ends[index])].tobytes()
+
+
+class FolderSource:
+    """The images below `root`, in the order of their relative paths.
+
+    `classes`: names of first-level sub-folders that label the images; None for no labels.
+    """
+
+    def __init__(self, root: Path, *, name: str, classes: tuple[str, ...] | None = None) -> None:
+        paths = list_images(root)
+        if not paths:
+            raise ValueError(f"no images in {str(root)!r}; files ending in {', '.join(EXTENSIONS)} are taken")
+        self.name = name
+        self.root = root
+        self.classes = classes
+        self.labels: Labels | None = None
+        if classes is not None:
+            self.labels = _label(paths, classes, root)
+        self._paths = PathList(paths)
+        self._fingerprint: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def _path(self, index: int) -> Path:
+        return self.root / os.fsdecode(self._paths[index])
+
+    def load(self, index: int) -> Pixels:
+        key = self.key(index)
+        try:
+            data = self._path(index).read_bytes()
+        except OSError as error:
+            raise DecodeError(key, error.strerror or type(error).__name__) from error
+        return decode(data, key)
+
+    def size(self, index: int) -> tuple[int, int]:
+        """(height, width), from the header alone. Raises DecodeError."""
+        return size_of_file(self._path(index), self.key(index))
+
+    def key(self, index: int) -> str:
+        # A name that is not UTF-8 must still be printable.
+        return self._paths[index].decode("utf-8", "backslashreplace")
+
+    def fingerprint(self) -> str:
+        if self._fingerprint is None:
+            digest = hashlib.sha256(b"folder\0")
+            for index in range(len(self)):
+                try:
+                    size = self._path(index).stat().st_size
+                except OSError:  # vanished or unreadable: its name still counts
+                    size = -1
+                digest.update(self._paths[index] + b"\0%d\0" % size)
+            self._fingerprint = digest.hexdigest()[:32]
+        return self._fingerprint
+
+
+def list_images(root: Path) -> list[bytes]:
+    """Relative paths of all images below `root`, sorted; hidden files and folders are left out.
+
+    Folders behind symbolic links come after all others, and a folder is entered once: loops end.
+    """
+    found: list[bytes] = []
+    entered: set[tuple[int, int]] = set()
+    links: list[bytes] = []
+    top = os.fsencode(root)
+
+    def walk(start: bytes) -> None:
+        pending = [start]
+        while pending:
+            relative = pending.pop()
+            folder = os.path.join(top, relative) if relative else top  # noqa: PTH118 (Path has no bytes)
+            status = os.stat(folder)  # noqa: PTH116
+            identity = (status.st_dev, status.st_ino)
+            if identity in entered:
+                continue
+            entered.add(identity)
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.startswith(b"."):
+                        continue
+                    path = relative + b"/" + entry.name if relative else entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(path)
+                    elif entry.name.lower().endswith(_SUFFIXES) and entry.is_file():
+                        found.append(path)
+                    elif entry.is_symlink() and _is_folder(entry):
+                        links.append(path)
+
+    walk(b"")
+    while links:
+        links.sort()
+        walk(links.pop(0))
+    found.sort()
+    return found
+
+
+def class_names(root: Path) -> tuple[str, ...] | None:
+    """The sub-folders of `root`, sorted, or None when there are none or when images lie beside them."""
+    names = []
+    for entry in os.scandir(root):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            names.append(entry.name)
+        elif entry.name.lower().endswith(EXTENSIONS):
+            return None
+    return tuple(sorted(names)) or None
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _label(paths: list[bytes], classes: tuple[str, ...], root: Path) -> Labels:
+    number = {os.fsencode(name): label for label, name in enumerate(classes)}
+    labels = np.empty(len(paths), np.int64)
+    for index, path in enumerate(paths):
+        folder, slash, _ = path.partition(b"/")
+        if not slash or folder not in number:
+            shown = os.fsdecode(folder if slash else path)
+            raise ValueError(
+                f"{shown!r} in {str(root)!r} is not one of the {len(classes)} class folders of the training split; "
+                "move or remove it"
+            )
+        labels[index] = number[folder]
+    return labels

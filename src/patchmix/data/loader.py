@@ -1,0 +1,244 @@
+"""Sources + transforms → batches: in which order samples come, which process sees which, what workers do.
+
+The order of an epoch is a pure function of (seed, epoch). A global batch is cut into micro-batches, so that any number
+of processes and accumulation steps sees the same global batches, and a run can go on at any step.
+"""
+
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from patchmix.data.contract import Source
+from patchmix.data.decode import DecodeError, Pixels
+from patchmix.data.randomness import hash_words, permutation
+from patchmix.data.views import Transform
+
+Indices = npt.NDArray[np.int64]
+Request = tuple[int, Indices]  # an epoch, and dataset positions (n,)
+
+_REPLACEMENTS = 100  # tries to replace an undecodable sample before giving up
+
+
+@dataclass(frozen=True)
+class Batch:
+    """n samples, each in some views."""
+
+    views: list[Tensor]  # per view: uint8 (n, h, w, 3)
+    indices: Tensor  # int64 (n,): positions in the source of the samples really used
+    labels: Tensor | None  # int64 (n,)
+    epoch: int
+    bad: tuple[str, ...]  # "key: reason" of the samples that could not be decoded
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        labels = None if self.labels is None else change(self.labels)
+        views = [change(view) for view in self.views]
+        return replace(self, views=views, indices=change(self.indices), labels=labels)
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
+        """The same batch on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in page-locked memory; torch's DataLoader calls this."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+
+class Loader:
+    """Endless shuffled batches for training.
+
+    `batch_size` is the global batch of one optimiser step; each process gets `accumulate` micro-batches of
+    batch_size / (world_size * accumulate) per step. A last incomplete global batch of an epoch is dropped.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform,
+        *,
+        batch_size: int,
+        seed: int,
+        workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulate: int = 1,
+        prefetch: int = 4,
+        pin_memory: bool = False,
+    ) -> None:
+        parts = world_size * accumulate
+        if batch_size < 1 or batch_size % parts:
+            raise ValueError(
+                f"batch size {batch_size} must be a multiple of {parts} ({world_size} processes x {accumulate} "
+                f"accumulation steps); take --batch-size {max(1, round(batch_size / parts)) * parts}"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} must be in 0…{world_size - 1}; check the launcher's RANK and WORLD_SIZE")
+        if len(source) < batch_size:
+            raise ValueError(
+                f"{source.name} has {len(source)} images, fewer than the batch size {batch_size}; "
+                f"take --batch-size {max(1, len(source) // parts) * parts} or less, or more images"
+            )
+        self.source = source
+        self.batch_size = batch_size
+        self.micro_batch_size = batch_size // parts
+        self.steps_per_epoch = len(source) // batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.accumulate = accumulate
+        self._samples = _ReplacingBatches(source, transform, seed)
+        self._workers = workers
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+
+    def batches(self, start_step: int = 0) -> Iterator[Batch]:
+        """Micro-batch after micro-batch without end, from optimiser step `start_step` on."""
+        requests = _Requests(lambda: self._requests(start_step))
+        return _run(self._samples, requests, self._workers, self._prefetch, self._pin_memory)
+
+    def _requests(self, start_step: int) -> Iterator[Request]:
+        epoch, first = divmod(start_step, self.steps_per_epoch)
+        while True:
+            order = permutation(len(self.source), self.seed, epoch)
+            for step in range(first, self.steps_per_epoch):
+                batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+                # (accumulate, world, micro): micro-batch j of rank r is a contiguous slice.
+                parts = batch.reshape(self.accumulate, self.world_size, self.micro_batch_size)
+                for part in parts[:, self.rank]:
+                    yield epoch, part
+            epoch, first = epoch + 1, 0
+
+
+def one_pass(
+    source: Source, transform: Transform, *, batch_size: int, workers: int = 0, rank: int = 0, world_size: int = 1
+) -> Iterator[Batch]:
+    """Every sample once over all processes, in order; rank r has the r-th contiguous part, the last batch is smaller.
+
+    Samples that cannot be decoded are left out and named in `bad`.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch size {batch_size} must be at least 1; take --batch-size 64")
+    positions = np.array_split(np.arange(len(source), dtype=np.int64), world_size)[rank]
+    parts = [positions[start : start + batch_size] for start in range(0, len(positions), batch_size)]
+    requests = _Requests(lambda: iter([(0, part) for part in parts]))
+    return _run(_SkippingBatches(source, transform), requests, workers, prefetch=4, pin_memory=False)
+
+
+class _Requests:
+    """An iterable for the DataLoader's `sampler`; it stays in the main process."""
+
+    def __init__(self, start: Callable[[], Iterator[Request]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._start()
+
+
+class _SkippingBatches(Dataset[Batch]):
+    """Request → batch, without the samples that cannot be decoded."""
+
+    def __init__(self, source: Source, transform: Transform) -> None:
+        self._source = source
+        self._transform = transform
+
+    def __getitem__(self, request: Request) -> Batch:
+        epoch, positions = request
+        images: list[Pixels] = []
+        used: list[int] = []
+        bad: list[str] = []
+        for position in positions.tolist():
+            loaded = self._load(epoch, position, bad)
+            if loaded is not None:
+                images.append(loaded[0])
+                used.append(loaded[1])
+        indices = np.array(used, np.int64)
+        views = self._transform(images, epoch=epoch, indices=indices)
+        labels = self._source.labels
+        return Batch(
+            views=[torch.from_numpy(view) for view in views],
+            indices=torch.from_numpy(indices),
+            labels=None if labels is None else torch.from_numpy(labels[indices]),
+            epoch=epoch,
+            bad=tuple(bad),
+        )
+
+    def _load(self, epoch: int, position: int, bad: list[str]) -> tuple[Pixels, int] | None:
+        try:
+            return self._source.load(position), position
+        except DecodeError as error:
+            bad.append(str(error))
+            return None
+
+
+class _ReplacingBatches(_SkippingBatches):
+    """Request → batch, with another sample, chosen by (seed, epoch, position), in place of each bad one."""
+
+    def __init__(self, source: Source, transform: Transform, seed: int) -> None:
+        super().__init__(source, transform)
+        self._seed = seed
+
+    def _load(self, epoch: int, position: int, bad: list[str]) -> tuple[Pixels, int]:
+        loaded = super()._load(epoch, position, bad)
+        tries = iter(range(_REPLACEMENTS))
+        while loaded is None:
+            attempt = next(tries, None)
+            if attempt is None:
+                raise ValueError(
+                    f"{_REPLACEMENTS} random images of {self._source.name} in a row cannot be decoded "
+                    f"(last: {bad[-1]}); repair or remove them"
+                )
+            word = int(hash_words(self._seed, epoch, position, attempt)[0])
+            loaded = super()._load(epoch, word % len(self._source), bad)
+        return loaded
+
+
+def _run(
+    samples: Dataset[Batch], requests: Iterable[Request], workers: int, prefetch: int, pin_memory: bool
+) -> Iterator[Batch]:
+    """Answer the requests in order, by `workers` processes or, with 0, in this one."""
+    if workers < 0:
+        raise ValueError(f"workers {workers} must be 0 or more; take --workers 0 to work in the main process")
+    loader: DataLoader[Batch] = DataLoader(
+        samples,
+        batch_size=None,  # a request is a whole batch
+        sampler=requests,
+        num_workers=workers,
+        collate_fn=_as_is,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch if workers else None,
+        worker_init_fn=_start_worker if workers else None,
+    )
+    return _closing(loader)
+
+
+def _closing(loader: "DataLoader[Batch]") -> Iterator[Batch]:
+    batches: Iterator[Any] | None = iter(loader)
+    try:
+        while True:
+            assert batches is not None
+            try:
+                batch: Batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+    finally:
+        # The last reference: torch ends the workers here, not at some later collection or at exit.
+        batches = None
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _start_worker(_: int) -> None:
+    """One core per worker; Ctrl-C is for the main process, whose end the DataLoader's watchdog notices."""
+    torch.set_num_threads(1)
+    cv2.setNumThreads(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

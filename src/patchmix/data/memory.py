@@ -1,0 +1,259 @@
+"""Sets that fit into memory are decoded once, into one block that all workers share."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from patchmix.data.contract import Labels, Source
+from patchmix.data.decode import DecodeError, Pixels
+from patchmix.data.parquet import ParquetSource
+from patchmix.data.randomness import permutation
+
+_CHUNK = 128  # samples that a thread takes at once
+_QUIET_SECONDS = 1.0  # shorter waits need no words
+
+
+class InMemorySource:
+    """Decoded images, one after the other in one uint8 block; knows which ones could not be decoded."""
+
+    def __init__(
+        self,
+        pixels: Tensor,
+        shapes: npt.NDArray[np.int32],
+        *,
+        name: str,
+        labels: Labels | None,
+        classes: tuple[str, ...] | None,
+        key: Callable[[int], str],
+        fingerprint: str,
+        bad: dict[int, str] | None = None,
+    ) -> None:
+        """`pixels`: uint8 (bytes,); `shapes`: int32 (len, 2), height and width, 0 x 0 for a bad one."""
+        self.name = name
+        self.labels = labels
+        self.classes = classes
+        self.bad = bad or {}
+        self._pixels = pixels
+        self._shapes = shapes
+        self._starts = _starts(shapes)
+        self._key = key
+        self._fingerprint = fingerprint
+        self._array: Pixels = pixels.numpy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_array"]  # a second copy otherwise; the tensor travels as a handle of shared memory
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._array = self._pixels.numpy()
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def load(self, index: int) -> Pixels:
+        if index in self.bad:
+            raise DecodeError(self.key(index), self.bad[index])
+        height, width = self._shapes[index].tolist()
+        start = int(self._starts[index])
+        return self._array[start : start + height * width * 3].reshape(height, width, 3)
+
+    def key(self, index: int) -> str:
+        return self._key(index)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+class NumberedKey:
+    """ "train.parquet#123" for any number; a class, because workers that are spawned must pickle it."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def __call__(self, index: int) -> str:
+        return f"{self._prefix}#{index}"
+
+
+def from_array(
+    images: Pixels, labels: Labels | None, classes: tuple[str, ...] | None, *, name: str, prefix: str, fingerprint: str
+) -> InMemorySource:
+    """A source from uint8 (N, H, W, 3) that is in memory anyway."""
+    count, height, width = images.shape[:3]
+    pixels = _shared_block(images.size)
+    pixels.numpy()[:] = images.reshape(-1)
+    return InMemorySource(
+        pixels,
+        np.tile(np.array([height, width], np.int32), (count, 1)),
+        name=name,
+        labels=labels,
+        classes=classes,
+        key=NumberedKey(prefix),
+        fingerprint=fingerprint,
+    )
+
+
+def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source:
+    """Decode `source` once into shared memory; returned unchanged when its pixels need more than `cache_bytes`."""
+    if isinstance(source, InMemorySource):
+        return source
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        probed = _probe(source, cache_bytes, pool)
+        if probed is None:
+            return source
+        shapes, bad = probed
+        starts = _starts(shapes)
+        pixels = _shared_block(int((shapes.astype(np.int64).prod(axis=1) * 3).sum()))
+        block = pixels.numpy()
+
+        def fill(chunk: range) -> int:
+            for index in chunk:
+                if index in bad:
+                    continue
+                try:
+                    image = source.load(index)
+                    if image.shape[:2] != tuple(shapes[index]):
+                        raise DecodeError(source.key(index), "its header promises another size")
+                    start = int(starts[index])
+                    block[start : start + image.size] = image.reshape(-1)
+                except DecodeError as error:
+                    bad[index] = error.reason
+            return len(chunk)
+
+        with _progress(f"decoding {source.name}", len(source), progress) as advance:
+            for done in pool.map(fill, _chunks(len(source))):
+                advance(done)
+    if isinstance(source, ParquetSource):
+        source.release()  # its row groups; from here on only its keys are asked for
+    return InMemorySource(
+        pixels,
+        shapes,
+        name=source.name,
+        labels=source.labels,
+        classes=source.classes,
+        key=source.key,
+        fingerprint=source.fingerprint(),
+        bad=dict(sorted(bad.items())),
+    )
+
+
+def check_decodable(source: Source, *, sample: int = 1000, limit: float = 0.01) -> tuple[str, ...]:
+    """Try to decode a random sample (a set in memory: everything) before a run starts.
+
+    Returns "key: reason" of the bad ones; raises ValueError when their share is above `limit`.
+    """
+    if len(source) == 0:
+        raise ValueError(f"{source.name} has no images; give other data")
+    if isinstance(source, InMemorySource):
+        tried = len(source)
+        bad = [f"{source.key(index)}: {reason}" for index, reason in source.bad.items()]
+    else:
+        chosen = permutation(len(source), 0)[:sample]
+        tried = len(chosen)
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            reasons = pool.map(lambda index: _why_bad(source, index), chosen.tolist())
+            bad = [reason for reason in reasons if reason is not None]
+    if len(bad) > limit * tried:
+        raise ValueError(
+            f"{len(bad)} of {tried} images of {source.name} ({len(bad) / tried:.1%}) cannot be decoded, more than "
+            f"{limit:.0%}; repair or remove them, first: {'; '.join(bad[:3])}"
+        )
+    return tuple(bad)
+
+
+def _why_bad(source: Source, index: int) -> str | None:
+    try:
+        source.load(index)
+    except DecodeError as error:
+        return str(error)
+    return None
+
+
+def _probe(
+    source: Source, cache_bytes: int, pool: ThreadPoolExecutor
+) -> tuple[npt.NDArray[np.int32], dict[int, str]] | None:
+    """Height and width of all images: int32 (len, 2), with the bad ones; None as soon as they are too many."""
+    shapes = np.zeros((len(source), 2), np.int32)
+    bad: dict[int, str] = {}
+    size = getattr(source, "size", None) or (lambda index: source.load(index).shape[:2])
+
+    def probe(chunk: range) -> int:
+        for index in chunk:
+            try:
+                shapes[index] = size(index)
+            except DecodeError as error:
+                bad[index] = error.reason
+        part = shapes[chunk.start : chunk.stop].astype(np.int64)
+        return int(part.prod(axis=1).sum()) * 3
+
+    total = 0
+    chunks = _chunks(len(source))
+    lanes = (os.cpu_count() or 1) * 2
+    # A few chunks at a time, because a large set must be given up early.
+    for first in range(0, len(chunks), lanes):
+        total += sum(pool.map(probe, chunks[first : first + lanes]))
+        if total > cache_bytes:
+            return None
+    return shapes, bad
+
+
+def _chunks(length: int) -> list[range]:
+    return [range(start, min(start + _CHUNK, length)) for start in range(0, length, _CHUNK)]
+
+
+def _starts(shapes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    sizes = shapes.astype(np.int64).prod(axis=1) * 3
+    starts = np.zeros(len(sizes), np.int64)
+    np.cumsum(sizes[:-1], out=starts[1:])
+    return starts
+
+
+def _shared_block(size: int) -> Tensor:
+    """uint8 (size,), shared between processes where the system's shared memory has room for it."""
+    block = torch.empty(size, dtype=torch.uint8)
+    try:
+        room = shutil.disk_usage("/dev/shm").free
+    except OSError:  # not Linux: its shared memory is not a file system of limited size
+        room = size * 2
+    # Writing past the room kills the process (containers often have 64 MB). Forked workers share plain memory too.
+    if 0 < size < 0.8 * room:
+        block.share_memory_()  # type: ignore[no-untyped-call]
+    return block
+
+
+@contextmanager
+def _progress(what: str, total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
+    """Something to look at on stderr when the wait is long: a bar on a terminal, else a line."""
+    if not wanted:
+        yield lambda count: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda count: bar.advance(task, count)
+    else:
+        start = time.monotonic()
+        done = 0
+        told = False
+
+        def advance(count: int) -> None:
+            nonlocal done, told
+            done += count
+            if not told and done < total and time.monotonic() - start > _QUIET_SECONDS:
+                told = True
+                print(f"{what}: {total} images", file=sys.stderr, flush=True)
+
+        yield advance

@@ -1,0 +1,176 @@
+"""Images in parquet files of the Hugging Face layout, read row group by row group, never as a whole."""
+
+import hashlib
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from patchmix.data.contract import Labels
+from patchmix.data.decode import DecodeError, Pixels, decode, size_of
+
+IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
+_CACHED_BYTES = 256 << 20
+
+
+class ParquetSource:
+    """The rows of some parquet files, in the order of the files."""
+
+    def __init__(self, files: Sequence[Path], *, name: str) -> None:
+        self.name = name
+        self._files = tuple(files)
+        schema, starts, counts, owners = None, [], [], []
+        total = 0
+        for number, file in enumerate(self._files):
+            parquet = _open(file)
+            schema = schema or parquet.schema_arrow
+            for group in range(parquet.num_row_groups):
+                owners.append((number, group))
+                starts.append(total)
+                counts.append(parquet.metadata.row_group(group).num_rows)
+                total += counts[-1]
+        if schema is None or total == 0:
+            raise ValueError(f"no rows in {', '.join(str(file) for file in self._files)!r}; give another file")
+        self._length = total
+        self._starts = np.array(starts, np.int64)
+        self._owners = np.array(owners, np.int64).reshape(-1, 2)
+        file_numbers, first_groups = np.unique(self._owners[:, 0], return_index=True)
+        self._file_starts = dict(zip(file_numbers.tolist(), self._starts[first_groups].tolist(), strict=True))
+        self._image_column = _image_column(schema, self._files[0])
+        self._label_column = next((c for c in LABEL_COLUMNS if _is_integer(schema, c)), None)
+        self.classes = _class_names(schema, self._label_column)
+        self.labels = self._read_labels()
+        self.release()
+
+    def release(self) -> None:
+        """Drop everything that belongs to one process."""
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._groups: OrderedDict[int, Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for own in ("_process", "_lock", "_groups"):
+            state.pop(own)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.release()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def load(self, index: int) -> Pixels:
+        return decode(self._bytes(index), self.key(index))
+
+    def size(self, index: int) -> tuple[int, int]:
+        """(height, width), from the header alone. Raises DecodeError."""
+        return size_of(self._bytes(index), self.key(index))
+
+    def key(self, index: int) -> str:
+        file = int(self._owners[self._group_of(index), 0])
+        return f"{self._files[file].name}#{index - self._file_starts[file]}"
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(b"parquet\0")
+        for file in self._files:
+            metadata = _open(file).metadata
+            sizes = [metadata.row_group(g).total_byte_size for g in range(metadata.num_row_groups)]
+            digest.update(f"{file.name}\0{metadata.num_rows}\0{file.stat().st_size}\0{sizes}\0".encode())
+        return digest.hexdigest()[:32]
+
+    def _group_of(self, index: int) -> int:
+        if not 0 <= index < self._length:
+            raise IndexError(f"index {index} is outside {self.name}, which has {self._length} rows")
+        return int(np.searchsorted(self._starts, index, side="right")) - 1
+
+    def _bytes(self, index: int) -> bytes:
+        group = self._group_of(index)
+        value = self._column(group)[index - int(self._starts[group])].as_py()
+        if not value:
+            raise DecodeError(self.key(index), "has no bytes")
+        return bytes(value)
+
+    def _column(self, group: int) -> Any:
+        """The image bytes of a row group, through a small cache of the last ones used."""
+        if self._process != os.getpid():  # forked: the parent's lock may be held for ever
+            self.release()
+        with self._lock:
+            if group in self._groups:
+                self._groups.move_to_end(group)
+                return self._groups[group]
+            file, number = self._owners[group].tolist()
+            # Opened anew each time: a handle shared with a forked parent would share its position.
+            table = _open(self._files[file]).read_row_group(number, columns=[self._image_column], use_threads=False)
+            column = table.column(0).combine_chunks()
+            if isinstance(column, pa.ChunkedArray):
+                column = column.chunk(0)
+            if pa.types.is_struct(column.type):
+                column = column.field("bytes")
+            self._groups[group] = column
+            while len(self._groups) > 1 and sum(c.nbytes for c in self._groups.values()) > _CACHED_BYTES:
+                self._groups.popitem(last=False)
+            return column
+
+    def _read_labels(self) -> Labels | None:
+        if self._label_column is None:
+            return None
+        parts = []
+        for file in self._files:
+            column = pq.read_table(file, columns=[self._label_column]).column(0)
+            if column.null_count:
+                raise ValueError(
+                    f"column {self._label_column!r} of {str(file)!r} has {column.null_count} empty labels; "
+                    "fill or drop these rows"
+                )
+            parts.append(column.to_numpy().astype(np.int64))
+        labels: Labels = np.concatenate(parts)
+        if labels.min() < 0:  # the Hugging Face way to say that a split's labels are withheld
+            return None
+        return labels
+
+
+def _open(file: Path) -> Any:
+    try:
+        return pq.ParquetFile(file)
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{str(file)!r} cannot be read as parquet ({reason}); give another file") from error
+
+
+def _image_column(schema: Any, file: Path) -> str:
+    """The path, for reading, of the column with the encoded images."""
+    for name in IMAGE_COLUMNS:
+        if name not in schema.names:
+            continue
+        kind = schema.field(name).type
+        if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            return f"{name}.bytes"
+        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            return name
+    raise ValueError(
+        f"{str(file)!r} has the columns {', '.join(schema.names)}; needs 'image' or 'img' as binary, "
+        "or as a struct with 'bytes', the Hugging Face image layout"
+    )
+
+
+def _is_integer(schema: Any, name: str) -> bool:
+    return name in schema.names and pa.types.is_integer(schema.field(name).type)
+
+
+def _class_names(schema: Any, label_column: str | None) -> tuple[str, ...] | None:
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        names = features[label_column]["names"]
+    except (KeyError, TypeError, ValueError):  # written by something else than Hugging Face's datasets
+        return None
+    return tuple(str(name) for name in names)

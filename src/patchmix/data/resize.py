@@ -1,0 +1,66 @@
+"""Bicubic resizing with antialiasing, as Pillow and torchvision mean it (a = -0.5), on uint8 (H, W, 3).
+
+Two ways to the same pixels, within rounding. Below 40 pixels a call's fixed costs rule, and two small matrix products
+with cached weights are twice as fast; above, torch's uint8 kernel is. (OpenCV's cubic has a = -0.75 and no
+antialiasing.)
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+
+from patchmix.data.decode import Pixels
+
+Matrix = npt.NDArray[np.float32]
+
+_SMALL = 40  # measured: at 32 px 9 against 19 µs, at 64 px 64 against 32 µs
+_ZERO, _WHITE = np.float32(0), np.float32(255)
+
+
+def resize(image: Pixels, height: int, width: int) -> Pixels:
+    """uint8 (H, W, 3), contiguous or a crop of something larger → a new uint8 (height, width, 3)."""
+    rows, columns = image.shape[:2]
+    if rows == height and columns == width:
+        return image.copy()
+    if max(rows, columns, height, width) <= _SMALL:
+        return _resize_small(image, rows, columns, height, width)
+    # (1, 3, H, W) with the strides of the image: torch takes its channels-last way.
+    batch = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0)
+    resized = F.interpolate(batch, size=(height, width), mode="bicubic", antialias=True)
+    return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
+
+
+def _resize_small(image: Pixels, rows: int, columns: int, height: int, width: int) -> Pixels:
+    across: Any = image.reshape(rows, columns * 3).astype(np.float32) @ _across_weights(columns, width)
+    # Pillow clips between its two passes too; without this, overshoot at hard edges would differ visibly.
+    np.maximum(across, _ZERO, out=across)
+    np.minimum(across, _WHITE, out=across)
+    both = (_weights(rows, height) @ across).reshape(height, width, 3)
+    # The cheapest way to round and saturate to 8 bits.
+    return np.asarray(cv2.addWeighted(both, 1.0, both, 0.0, 0.0, dtype=cv2.CV_8U), np.uint8)
+
+
+@lru_cache(maxsize=1024)
+def _weights(size: int, target: int) -> Matrix:
+    """What each input pixel gives to each output pixel along one axis: float32 (target, size), rows sum to 1."""
+    scale = size / target
+    stretch = max(scale, 1.0)  # antialiasing: the kernel grows with the step
+    centre = (np.arange(target) + 0.5) * scale
+    distance = np.abs((np.arange(size) + 0.5)[None, :] - centre[:, None]) / stretch
+    a = -0.5
+    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
+    far = (((distance - 5) * distance + 8) * distance - 4) * a
+    kernel = np.where(distance < 1, near, np.where(distance < 2, far, 0.0))
+    weights: Matrix = (kernel / kernel.sum(axis=1, keepdims=True)).astype(np.float32)
+    return weights
+
+
+@lru_cache(maxsize=1024)
+def _across_weights(size: int, target: int) -> Matrix:
+    """The weights along a row of interleaved RGB: float32 (3 size, 3 target)."""
+    return np.ascontiguousarray(np.kron(_weights(size, target).T, np.eye(3, dtype=np.float32)))

@@ -1,0 +1,230 @@
+"""Images → augmented views, with torchvision's parameters and meaning, on uint8 in OpenCV.
+
+The order is MoCo v3's: crop, jitter, grey, blur, solarise, flip. What happens to an image is a pure function of
+(seed, epoch, index, view). All parameters of a batch are drawn at once; only the pixel work goes image by image.
+
+Shapes: N images in a batch, h = w = a view's size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from patchmix.data import adjust
+from patchmix.data.decode import Pixels
+from patchmix.data.randomness import uniforms
+from patchmix.data.resize import resize
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+_ATTEMPTS = 10  # torchvision's, to find a crop that fits inside the image
+
+
+@dataclass(frozen=True)
+class View:
+    """One column of the paper's table "augmentation"; probabilities, ranges and strengths as in torchvision."""
+
+    size: int
+    area: tuple[float, float] = (0.05, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    jitter: float = 0.8
+    brightness: float = 0.4
+    contrast: float = 0.4
+    saturation: float = 0.2
+    hue: float = 0.1
+    gray: float = 0.2
+    blur: float = 1.0
+    sigma: tuple[float, float] = (0.1, 2.0)
+    solarize: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"view size {self.size} must be at least 1 pixel; give the model's input size")
+        for name in ("flip", "jitter", "gray", "blur", "solarize"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} {getattr(self, name)} is a probability; give a number in 0…1")
+        for name in ("brightness", "contrast", "saturation"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} {getattr(self, name)} is a largest change; give a number in 0…1")
+        if not 0 <= self.hue <= 0.5:
+            raise ValueError(f"hue {self.hue} is a largest turn of the colour circle; give a number in 0…0.5")
+        for name in ("area", "ratio", "sigma"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high or (name == "area" and high > 1):
+                raise ValueError(f"{name} {(low, high)} is a range; give 0 < low <= high{' <= 1' * (name == 'area')}")
+
+
+def two_views(size: int, area: tuple[float, float] = (0.05, 1.0)) -> tuple[View, View]:
+    """The paper's T1 and T2; `area` is (0.1, 1.0) for CIFAR."""
+    return View(size, area, blur=1.0, solarize=0.0), View(size, area, blur=0.1, solarize=0.2)
+
+
+class Transform(Protocol):
+    """What a loader calls in a worker, once a batch."""
+
+    def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Pixels]:
+        """Images of any size → per view uint8 (N, h, w, 3), contiguous."""
+        ...
+
+
+class Views:
+    """The transform of pre-training: some views of each image."""
+
+    def __init__(self, views: Sequence[View], *, seed: int) -> None:
+        if not views:
+            raise ValueError("views is empty; give at least one View")
+        self.views = tuple(views)
+        self.seed = seed
+
+    def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Pixels]:
+        sizes = np.array([image.shape[:2] for image in images], np.int64).reshape(-1, 2)
+        return [
+            _render(view, images, _draw(view, sizes, uniforms(_DRAWS, self.seed, epoch, indices, number)))
+            for number, view in enumerate(self.views)
+        ]
+
+
+class CentreCrop:
+    """The transform of evaluation: shorter side → `resize` (None: `size`), then the central `size` x `size`."""
+
+    def __init__(self, size: int, *, resize: int | None = None) -> None:
+        self.size = size
+        self.resize = size if resize is None else resize
+        if not 1 <= self.size <= self.resize:
+            raise ValueError(f"resize {self.resize} must be at least the crop's size {size}, and that at least 1")
+
+    def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Pixels]:
+        out = np.empty((len(images), self.size, self.size, 3), np.uint8)
+        for image, place in zip(images, out, strict=True):
+            height, width = image.shape[:2]
+            shorter = min(height, width)
+            # torchvision truncates the longer side and rounds the crop's corner; so must we, to the pixel.
+            new_height, new_width = int(self.resize * height / shorter), int(self.resize * width / shorter)
+            resized = resize(image, new_height, new_width)
+            top, left = round((new_height - self.size) / 2.0), round((new_width - self.size) / 2.0)
+            place[:] = resized[top : top + self.size, left : left + self.size]
+        return [out]
+
+
+def to_float(images: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> Tensor:
+    """uint8 (N, h, w, 3) on any device → normalised float32 (N, 3, h, w), contiguous."""
+    scale = torch.tensor([1 / (255 * s) for s in std], dtype=torch.float32, device=images.device)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=torch.float32, device=images.device)
+    planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    return planes.mul_(scale.view(3, 1, 1)).add_(shift.view(3, 1, 1))
+
+
+# Where each random number of a view stands in its row of draws.
+_AREA = slice(0, _ATTEMPTS)
+_RATIO = slice(_ATTEMPTS, 2 * _ATTEMPTS)
+_TOP, _LEFT, _FLIP, _JITTER, _GRAY, _BLUR, _SIGMA, _SOLARIZE = range(2 * _ATTEMPTS, 2 * _ATTEMPTS + 8)
+_ORDER = slice(_SOLARIZE + 1, _SOLARIZE + 5)
+_FACTORS = slice(_SOLARIZE + 5, _SOLARIZE + 9)
+_DRAWS = _SOLARIZE + 9
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What happens to each of N images in one view."""
+
+    box: Indices  # (N, 4): top, left, height, width
+    jitter: npt.NDArray[np.bool_]  # (N,)
+    order: Indices  # (N, 4): 0 brightness, 1 contrast, 2 saturation, 3 hue
+    brightness: Floats  # (N,): factors
+    contrast: Floats
+    saturation: Floats
+    hue: Indices  # (N,): in 1/256 of the colour circle, 0…255
+    gray: npt.NDArray[np.bool_]
+    sigma: Floats  # (N,), 0 where there is no blur
+    solarize: npt.NDArray[np.bool_]
+    flip: npt.NDArray[np.bool_]
+
+
+def _draw(view: View, sizes: Indices, draw: Floats) -> Parameters:
+    """`sizes`: (N, 2), heights and widths; `draw`: (N, _DRAWS), uniform in [0, 1)."""
+    factors = 2 * draw[:, _FACTORS] - 1
+    sigma = view.sigma[0] + (view.sigma[1] - view.sigma[0]) * draw[:, _SIGMA]
+    return Parameters(
+        box=_crop_boxes(view, sizes, draw),
+        jitter=draw[:, _JITTER] < view.jitter,
+        order=np.argsort(draw[:, _ORDER], axis=1),
+        brightness=1 + view.brightness * factors[:, 0],
+        contrast=1 + view.contrast * factors[:, 1],
+        saturation=1 + view.saturation * factors[:, 2],
+        hue=np.rint(view.hue * factors[:, 3] * 256).astype(np.int64) % 256,
+        gray=draw[:, _GRAY] < view.gray,
+        sigma=np.where(draw[:, _BLUR] < view.blur, sigma, 0.0),
+        solarize=draw[:, _SOLARIZE] < view.solarize,
+        flip=draw[:, _FLIP] < view.flip,
+    )
+
+
+def _crop_boxes(view: View, sizes: Indices, draw: Floats) -> Indices:
+    """torchvision's RandomResizedCrop: the first of ten tries that fits, else the central crop of legal ratio."""
+    height, width = sizes[:, :1], sizes[:, 1:]  # (N, 1)
+    area = height * width * (view.area[0] + (view.area[1] - view.area[0]) * draw[:, _AREA])
+    low, high = np.log(view.ratio)
+    ratio = np.exp(low + (high - low) * draw[:, _RATIO])
+    w = np.rint(np.sqrt(area * ratio)).astype(np.int64)  # (N, 10)
+    h = np.rint(np.sqrt(area / ratio)).astype(np.int64)
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+    rows, first = np.arange(len(sizes)), fits.argmax(axis=1)
+    h, w, found = h[rows, first], w[rows, first], fits.any(axis=1)
+    height, width = height[:, 0], width[:, 0]
+    top = np.floor(draw[:, _TOP] * (height - h + 1)).astype(np.int64)
+    left = np.floor(draw[:, _LEFT] * (width - w + 1)).astype(np.int64)
+
+    narrow, wide = width < view.ratio[0] * height, width > view.ratio[1] * height
+    rest_h = np.where(narrow, np.rint(width / view.ratio[0]).astype(np.int64), height)
+    rest_w = np.where(wide, np.rint(height * view.ratio[1]).astype(np.int64), width)
+    h, w = np.where(found, h, rest_h), np.where(found, w, rest_w)
+    top, left = np.where(found, top, (height - h) // 2), np.where(found, left, (width - w) // 2)
+    return np.stack([top, left, h, w], axis=1)
+
+
+def _render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixels:
+    """The pixel work of one view: uint8 (N, h, w, 3)."""
+    size = view.size
+    out = np.empty((len(images), size, size, 3), np.uint8)
+    brighten = adjust.brightness_matrices(parameters.brightness)
+    contrast = adjust.contrast_matrices(parameters.contrast)
+    saturate = adjust.saturation_matrices(parameters.saturation)
+    # Lists, because reading a NumPy array one number at a time is slow.
+    boxes, orders, hues = parameters.box.tolist(), parameters.order.tolist(), parameters.hue.tolist()
+    jitters, grays, sigmas = parameters.jitter.tolist(), parameters.gray.tolist(), parameters.sigma.tolist()
+    solarizes, flips = parameters.solarize.tolist(), parameters.flip.tolist()
+    for i, image in enumerate(images):
+        top, left, height, width = boxes[i]
+        pixels: Any = resize(image[top : top + height, left : left + width], size, size)
+        if jitters[i]:
+            for operation in orders[i]:
+                if operation == 0:
+                    pixels = cv2.transform(pixels, brighten[i])
+                elif operation == 1:
+                    pixels = adjust.adjust_contrast(pixels, contrast[i])
+                elif operation == 2:
+                    pixels = cv2.transform(pixels, saturate[i])
+                elif hues[i]:
+                    pixels = adjust.turn_hue(pixels, hues[i])
+        if grays[i]:
+            pixels = cv2.transform(pixels, adjust.GRAY)
+        if sigmas[i]:
+            pixels = adjust.blur(pixels, sigmas[i])
+        if solarizes[i]:
+            pixels = adjust.solarize(pixels)
+        if flips[i]:
+            cv2.flip(pixels, 1, dst=out[i])
+        else:
+            out[i] = pixels
+    return out
