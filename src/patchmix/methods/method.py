@@ -17,10 +17,12 @@ class Method(nn.Module):
 
     encoder: nn.Module  # what is evaluated, exported, shipped
     generator: torch.Generator  # the method's own randomness; re-seeded each step from (seed, step, rank)
+    scalars: dict[str, float]  # numbers beside the losses that are worth a curve: momentum, temperature
 
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator()
+        self.scalars = {}
 
     def before_step(self, progress: float) -> None:
         """`progress` is the share of the training done so far, from 0 up to 1."""

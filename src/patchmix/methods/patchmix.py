@@ -124,7 +124,8 @@ class PatchMixMethod(Method):
 
     def _follow(self, progress: float) -> None:
         if self.momentum_copy is not None:
-            self.momentum_copy.update(self._online(), self.momentum_at(progress))
+            self.scalars["momentum"] = self.momentum_at(progress)
+            self.momentum_copy.update(self._online(), self.scalars["momentum"])
 
     def _online(self) -> nn.ModuleList:
         return nn.ModuleList([self.encoder, self.projector])

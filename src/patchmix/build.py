@@ -1,0 +1,242 @@
+"""Names and numbers → objects. The only place where configuration meets classes."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from patchmix import distributed
+from patchmix.config import Config, ModelConfig, ViewsConfig, check_known, coerce
+from patchmix.data.contract import Source
+from patchmix.data.loader import Batch, Loader
+from patchmix.data.memory import check_decodable
+from patchmix.data.sources import has_split, open_source
+from patchmix.data.views import CentreCrop, View, Views, to_float
+from patchmix.evaluate.features import Subset, extract
+from patchmix.evaluate.knn import HEADLINE_K, accuracy, knn_predict
+from patchmix.methods.method import Method
+from patchmix.methods.patchmix import PatchMixMethod
+from patchmix.nn.vit import create_encoder, initialize_as_mocov3
+from patchmix.schedules import Cosine, WarmupCosine
+from patchmix.train.loop import Plan
+from patchmix.train.monitor import Evaluator, health
+
+METHODS: dict[str, Callable[..., Method]] = {"patchmix": PatchMixMethod}
+
+
+def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> VisionTransformer:
+    encoder = create_encoder(
+        model.name,
+        image_size=model.image_size,
+        patch_size=model.patch_size,
+        in_chans=model.in_chans,
+        dim=model.dim,
+        depth=model.depth,
+        heads=model.heads,
+        drop_path=model.drop_path,
+        any_image_size=any_image_size,
+    )
+    if model.initialization == "mocov3":
+        initialize_as_mocov3(encoder)
+    if model.freeze_patch_embed:
+        encoder.patch_embed.requires_grad_(False)
+    if model.freeze_pos_embed and encoder.pos_embed is not None:
+        encoder.pos_embed.requires_grad_(False)
+    return encoder
+
+
+def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = None) -> Method:
+    """The method with its encoder, initialised from the seed (the same on every process) or from given weights."""
+    check_known(config.method.name, METHODS, "method")
+    create = METHODS[config.method.name]
+    options = method_options(config.method.name, config.method.options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        encoder = build_encoder(config.model, any_image_size=config.views.local_crops > 0)
+        if encoder_weights is not None:
+            _load(encoder, encoder_weights)
+        return create(encoder, **options)
+
+
+def _load(encoder: VisionTransformer, weights: dict[str, Tensor]) -> None:
+    try:
+        encoder.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the weights to start from do not fit the model: {reason[:300]}") from error
+
+
+def method_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options checked against the signature of the method's class."""
+    create = METHODS[name]
+    signature = inspect.signature(create)
+    hints = typing.get_type_hints(create.__init__ if inspect.isclass(create) else create)
+    known = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for key in options:
+        check_known(key, known, f"option of method {name}:")
+    return {key: coerce(value, hints[key], f"method.{key}") for key, value in options.items()}
+
+
+def build_views(views: ViewsConfig, image_size: int) -> list[View]:
+    """T1, T2 and the local crops."""
+
+    def view(size: int, area: tuple[float, float], blur: float, solarize: float) -> View:
+        return View(
+            size=size,
+            area=area,
+            ratio=views.ratio,
+            flip=views.flip,
+            jitter=views.jitter,
+            brightness=views.brightness,
+            contrast=views.contrast,
+            saturation=views.saturation,
+            hue=views.hue,
+            gray=views.gray,
+            blur=blur,
+            sigma=views.sigma,
+            solarize=solarize,
+        )
+
+    two = [view(image_size, views.area, views.blur[i], views.solarize[i]) for i in (0, 1)]
+    local = view(views.local_size, views.local_area, views.local_blur, 0.0)
+    return [*two, *[local] * views.local_crops]
+
+
+def build_source(config: Config) -> Source:
+    source = open_source(config.data.path, "train", cache_bytes=round(config.data.cache_gb * 2**30))
+    check_decodable(source)
+    return source
+
+
+def build_loader(config: Config, source: Source, image_size: int, *, pin_memory: bool = False) -> Loader:
+    return Loader(
+        source,
+        Views(build_views(config.views, image_size), seed=config.train.seed),
+        batch_size=config.train.batch_size,
+        seed=config.train.seed,
+        workers=config.runtime.workers,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        accumulate=config.train.accumulate,
+        pin_memory=pin_memory,
+    )
+
+
+def build_prepare(views: ViewsConfig, in_chans: int) -> Callable[[Batch], list[Tensor]]:
+    """uint8 views → normalised float images, on whatever device they are."""
+
+    def prepare(batch: Batch) -> list[Tensor]:
+        return [as_channels(to_float(view, views.mean, views.std), in_chans) for view in batch.views]
+
+    return prepare
+
+
+def as_channels(images: Tensor, in_chans: int) -> Tensor:
+    """(N, 3, H, W) → (N, in_chans, H, W); one channel is the mean of the normalised three."""
+    return images if in_chans == 3 else images.mean(dim=1, keepdim=True)
+
+
+def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Plan:
+    train, optim = config.train, config.optim
+    by_steps = train.budget_minutes is None
+    step = 1.0 / max(1, round(train.epochs * steps_per_epoch)) if by_steps else 0.0
+    return Plan(
+        lr=WarmupCosine(config.lr, optim.min_lr, warmup=config.warmup, step=step),
+        weight_decay=Cosine(optim.weight_decay, optim.weight_decay_end),
+        batch_size=train.batch_size,
+        epochs=train.epochs,
+        budget_seconds=None if train.budget_minutes is None else train.budget_minutes * 60,
+        accumulate=train.accumulate,
+        clip_grad=optim.clip_grad,
+        autocast=precision(train.precision, device),
+        seed=train.seed,
+        log_every=config.runtime.log_every,
+        monitor_every=config.runtime.monitor_every,
+        checkpoint_epochs=config.runtime.checkpoint_epochs,
+        checkpoint_minutes=config.runtime.checkpoint_minutes,
+    )
+
+
+def precision(name: str, device: torch.device) -> torch.dtype | None:
+    """What autocast computes in; None for fp32. "auto" is bf16 on a GPU that has it, fp32 elsewhere."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return torch.bfloat16 if name == "bf16" else None
+
+
+def build_evaluators(config: Config, source: Source, image_size: int, device: torch.device) -> list[Evaluator]:
+    """Health of the features of some training images, and kNN where they have labels."""
+    runtime = config.runtime
+    bank = Subset(source, runtime.monitor_bank)
+    queries = None
+    if source.labels is not None and has_split(config.data.path, "test"):
+        queries = Subset(open_source(config.data.path, "test"), runtime.monitor_queries)
+
+    def features(encoder: nn.Module, subset: Subset) -> tuple[Tensor, Tensor | None]:
+        found = extract(
+            GreyEncoder(encoder) if config.model.in_chans == 1 else encoder,
+            subset,
+            image_size=image_size,
+            mean=config.views.mean,
+            std=config.views.std,
+            device=device,
+            workers=0,
+        )
+        return found.vectors, found.labels
+
+    def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+        vectors, labels = features(encoder, bank)
+        yield from health(vectors)
+        if labels is None:
+            return
+        k = min(HEADLINE_K, len(vectors) - 1)
+        if queries is not None and queries.labels is not None:
+            asked, truth = features(encoder, queries)
+            predicted = knn_predict(vectors, labels, asked, ks=[k])[k]
+        else:
+            asked, truth = vectors[: runtime.monitor_queries], labels[: runtime.monitor_queries]
+            predicted = knn_predict(vectors, labels, asked, ks=[k], leave_one_out=True)[k]
+        assert truth is not None
+        yield "knn", accuracy(predicted, truth)
+
+    return [evaluate]
+
+
+class GreyEncoder(nn.Module):
+    """An encoder of one channel behind three-channel images."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.encoder(as_channels(images, 1))
+        return features
+
+
+def raw_pixel_knn(source: Source, queries: Source, *, bank: int, asked: int, k: int = HEADLINE_K) -> float:
+    """kNN on the pixels themselves: what an encoder has to beat."""
+
+    def pixels(subset: Subset) -> Tensor:
+        side = min(subset.load(0).shape[:2])
+        crop = CentreCrop(side)
+        images = [crop([subset.load(i)], epoch=0, indices=subset.positions[i : i + 1])[0] for i in range(len(subset))]
+        flat = torch.stack([torch.from_numpy(image).flatten().float() for image in images])
+        return flat - flat.mean(dim=1, keepdim=True)
+
+    some, others = Subset(source, bank), Subset(queries, asked)
+    assert some.labels is not None and others.labels is not None
+    labels, truth = torch.from_numpy(some.labels), torch.from_numpy(others.labels)
+    return accuracy(knn_predict(pixels(some), labels, pixels(others), ks=[k])[k], truth)
+
+
+def option_help(name: str) -> Sequence[str]:
+    """The options of a method with their defaults, for `patchmix recipes` and error messages."""
+    signature = inspect.signature(METHODS[name])
+    return [f"{p.name}={p.default}" for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]

@@ -1,0 +1,296 @@
+"""A run: start it, continue it, and use what it made."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+from patchmix import build, distributed
+from patchmix.config import Config, differences, from_dict, from_yaml, override, to_dict, to_yaml
+from patchmix.data.contract import Source
+from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.methods.method import Method
+from patchmix.recipes import find_recipe
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint, write_text
+from patchmix.train.log import RunLog
+from patchmix.train.loop import NonFiniteLoss, train
+from patchmix.train.optimizer import build_optimizer
+
+
+class Run:
+    """A folder with config.yaml, metrics.jsonl, checkpoints/ and, once it is complete, encoder.safetensors."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.config_path.is_file():
+            raise ValueError(f"{self.path} is not a run: it has no config.yaml")
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def config(self) -> Config:
+        return from_yaml(self.config_path.read_text(encoding="utf-8"))
+
+    @property
+    def encoder_path(self) -> Path:
+        return self.path / "encoder.safetensors"
+
+    def backbone(self) -> VisionTransformer:
+        """The trained encoder as a plain timm model, in evaluation mode."""
+        if not self.encoder_path.is_file():
+            raise ValueError(f"{self.path} is not complete; continue it with `patchmix pretrain … --resume auto`")
+        return EncoderFile.load(self.encoder_path).encoder()
+
+
+def pretrain(
+    data: str | Path,
+    out: str | Path,
+    *,
+    recipe: str = "paper",
+    model: str | None = None,
+    epochs: float | None = None,
+    budget: str | float | None = None,
+    batch_size: int | None = None,
+    workers: int | None = None,
+    device: str | None = None,
+    seed: int | None = None,
+    resume: str | Path | None = None,
+    init_from: str | Path | None = None,
+    wandb: str | None = None,
+    settings: Sequence[str] = (),
+) -> Run:
+    """Pre-trains a ViT on `data` and leaves everything in the folder `out`; see docs/quickstart.md.
+
+    `settings` are overrides such as "optim.base_lr=1e-3"; `resume` is "auto" (continue `out` if it has a checkpoint)
+    or a checkpoint's path; `init_from` takes encoder weights to start from.
+    """
+    config = configure(
+        data,
+        recipe=recipe,
+        model=model,
+        epochs=epochs,
+        budget=budget,
+        batch_size=batch_size,
+        workers=workers,
+        device=device,
+        seed=seed,
+        wandb=wandb,
+        settings=settings,
+    )
+    return run_config(config, Path(out), resume=resume, init_from=init_from)
+
+
+def configure(
+    data: str | Path,
+    *,
+    recipe: str = "paper",
+    model: str | None = None,
+    epochs: float | None = None,
+    budget: str | float | None = None,
+    batch_size: int | None = None,
+    workers: int | None = None,
+    device: str | None = None,
+    seed: int | None = None,
+    wandb: str | None = None,
+    settings: Sequence[str] = (),
+) -> Config:
+    """The recipe with the common arguments, then the settings, applied."""
+    make = find_recipe(recipe)
+    config = make(epochs=epochs) if model is None else make(model, epochs=epochs)
+
+    def given(**values: Any) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if value is not None}
+
+    minutes = None if budget is None else parse_minutes(budget)
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, path=str(data)),
+        train=dataclasses.replace(config.train, **given(batch_size=batch_size, budget_minutes=minutes, seed=seed)),
+        runtime=dataclasses.replace(config.runtime, **given(workers=workers, device=device, wandb=wandb)),
+    )
+    config = override(config, settings)
+    config.check()
+    return config
+
+
+def parse_minutes(text: str | float) -> float:
+    """`45min`, `2h`, `90s`, `1h30min` or a number of minutes."""
+    if isinstance(text, (int, float)):
+        return float(text)
+    pattern = r"(?:(\d+(?:\.\d+)?)\s*h)?\s*(?:(\d+(?:\.\d+)?)\s*(?:min|m))?\s*(?:(\d+(?:\.\d+)?)\s*s)?"
+    found = re.fullmatch(pattern, text.strip())
+    if found is None or not any(found.groups()):
+        raise ValueError(f"budget is {text!r}; write it as 45min, 2h, 90s or 1h30min")
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return hours * 60 + minutes + seconds / 60
+
+
+def run_config(
+    config: Config, out: Path, *, resume: str | Path | None = None, init_from: str | Path | None = None
+) -> Run:
+    """Trains what `config` says in the folder `out`, from the start or from a checkpoint."""
+    device = distributed.local_device(config.runtime.device)
+    with distributed.process_group(device):
+        state = _find_checkpoint(config, out, resume)
+        if state is not None and init_from is not None:
+            raise ValueError("--init-from starts a new run, --resume continues one; give only one of them")
+        source = build.build_source(config)
+        _check_same_data(source, state)
+        weights = None if init_from is None else _weights_of(Path(init_from))
+        method = build.build_method(config, weights)
+        encoder = method.encoder
+        assert isinstance(encoder, VisionTransformer)
+        architecture = Architecture.of(config.model.name, encoder)
+        method.to(device).train()
+        loader = build.build_loader(config, source, architecture.image_size, pin_memory=device.type == "cuda")
+        main = distributed.is_main()
+        if main:
+            _prepare_folder(out, config)
+        checkpoints = Checkpoints(out / "checkpoints", keep=config.runtime.keep_checkpoints)
+        log = RunLog(out if main else None, step=int(state["step"]) if state else 0)
+        try:
+            if config.runtime.wandb:
+                log.use_wandb(config.runtime.wandb, to_dict(config))
+            _introduce(log, config, source, architecture, method, device, state)
+            train(
+                method,
+                loader,
+                build.build_plan(config, loader.steps_per_epoch, device),
+                optimizer=build_optimizer(method, betas=config.optim.betas, eps=config.optim.eps),
+                device=device,
+                prepare=build.build_prepare(config.views, config.model.in_chans),
+                log=log,
+                checkpoints=checkpoints,
+                resume_from=state,
+                extra_state={"config": to_dict(config), "data": source.fingerprint()},
+                evaluators=build.build_evaluators(config, source, architecture.image_size, device),
+                on_bad_sample=BadSamples(log, len(source)),
+            )
+            if main:
+                _save_encoder(out, config, architecture, method, source)
+                log.say(f"encoder: {out / 'encoder.safetensors'}")
+        except NonFiniteLoss as error:
+            kept = checkpoints.last
+            where = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
+            raise NonFiniteLoss(
+                f"{error}; training stopped, {where}. Lower optim.base_lr, or set optim.clip_grad=1"
+            ) from error
+        finally:
+            log.close()
+        distributed.barrier()
+    return Run(out)
+
+
+class BadSamples:
+    """Reports every image that can't be decoded once, and stops when they are more than 1 %."""
+
+    def __init__(self, log: RunLog, images: int, limit: float = 0.01) -> None:
+        self._log, self._limit, self._seen = log, max(1, round(limit * images)), set[str]()
+
+    def __call__(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._seen:
+                self._seen.add(name)
+                self._log.say(f"warning: {name} (replaced by another image)", style="yellow")
+        if len(self._seen) > self._limit:
+            raise ValueError(
+                f"{len(self._seen)} images can't be decoded, more than 1 %; the first is {min(self._seen)}. "
+                "Repair or remove them"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------- the folder
+
+
+def _find_checkpoint(config: Config, out: Path, resume: str | Path | None) -> dict[str, Any] | None:
+    """The state to continue from, after checking that it belongs to this configuration."""
+    last = Checkpoints(out / "checkpoints").last
+    if resume is None:
+        if last is not None or (out / "encoder.safetensors").exists():
+            raise ValueError(f"{out} already holds a run; continue it with --resume auto, or choose another --out")
+        return None
+    path = last if str(resume) == "auto" else Path(resume)
+    if path is None:
+        return None  # killed before its first checkpoint: begin again
+    if path.is_dir():
+        found = Checkpoints(path / "checkpoints").last or Checkpoints(path).last
+        if found is None:
+            raise ValueError(f"{path} has no checkpoint to resume from")
+        path = found
+    state = load_checkpoint(path)
+    changed = differences(from_dict(state["config"]), config)
+    if changed:
+        raise ValueError(
+            f"{path} was made with another configuration ({'; '.join(changed)}); resume with the same one, or start "
+            "a new run with --init-from"
+        )
+    return state
+
+
+def _check_same_data(source: Source, state: dict[str, Any] | None) -> None:
+    if state is not None and state["data"] != source.fingerprint():
+        raise ValueError(f"{source.name} is not the data that the checkpoint was trained on; resume with the same data")
+
+
+def _prepare_folder(out: Path, config: Config) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / "config.yaml", to_yaml(config))
+    except OSError as error:
+        raise ValueError(f"can't write to {out} ({error.strerror}); choose another --out") from error
+
+
+def _weights_of(path: Path) -> dict[str, torch.Tensor]:
+    return EncoderFile.load(path / "encoder.safetensors" if path.is_dir() else path).weights
+
+
+def _save_encoder(out: Path, config: Config, architecture: Architecture, method: Method, source: Source) -> None:
+    last = Checkpoints(out / "checkpoints").last
+    step = int(re.sub(r"\D", "", last.stem)) if last else 0
+    origin = {
+        "recipe": config.recipe,
+        "method": config.method.name,
+        "data": source.name,
+        "images": len(source),
+        "step": step,
+        "epochs": config.train.epochs,
+        "seed": config.train.seed,
+    }
+    weights = {name: tensor.cpu() for name, tensor in method.encoder.state_dict().items()}
+    file = EncoderFile(architecture, weights, config.views.mean, config.views.std, origin)
+    file.save(out / "encoder.safetensors")
+
+
+def _introduce(
+    log: RunLog,
+    config: Config,
+    source: Source,
+    architecture: Architecture,
+    method: Method,
+    device: torch.device,
+    state: dict[str, Any] | None,
+) -> None:
+    millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
+    processes = distributed.world_size()
+    length = (
+        f"{config.train.budget_minutes:g} min" if config.train.budget_minutes else f"{config.train.epochs:g} epochs"
+    )
+    log.say(
+        f"{config.method.name} ({config.recipe}): {architecture.name}, {millions:.1f} M parameters, "
+        f"{architecture.image_size} px, patch {architecture.patch_size}; {source.name}, {len(source):,} images; "
+        f"batch {config.train.batch_size}, lr {config.lr:.2e}, {length}; {device}, "
+        f"{processes} process{'es' if processes > 1 else ''} × {torch.get_num_threads()} threads"
+    )
+    if state is not None:
+        log.say(f"continuing at step {state['step']}")
+    elif os.environ.get("RANK", "0") == "0":
+        log.say("a loss is normal between its floor and its chance level; both are in metrics.jsonl")

@@ -1,0 +1,1 @@
+"""Cost and comparison: FLOPs, tables beside the paper's, ablations."""

@@ -1,0 +1,88 @@
+"""Checkpoints that are either whole or absent, and the run folder's small files written the same way."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A file under a temporary name that becomes `path` once it is complete and on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        temporary = Path(file.name)
+        try:
+            yield cast(BinaryIO, file)
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.chmod(0o644)
+            temporary.replace(path)
+            _sync_folder(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
+class Checkpoints:
+    """A folder of step-N.pt files, and `last`, a link to the newest."""
+
+    def __init__(self, folder: Path, *, keep: int = 1) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    @property
+    def last(self) -> Path | None:
+        """The newest complete checkpoint; also right if the process died between writing it and moving `last`."""
+        return max(self._complete(), default=None)
+
+    def save(self, state: dict[str, Any], step: int) -> Path:
+        """`state` holds tensors, numbers, text, lists and dicts only: it is read back without unpickling code."""
+        path = self.folder / f"step-{step:09d}.pt"
+        with atomic_write(path) as file:
+            torch.save(state, file)
+        link = self.folder / ".last"
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        link.replace(self.folder / "last")
+        for old in sorted(self._complete())[: -self.keep]:
+            old.unlink()
+        return path
+
+    def _complete(self) -> Iterator[Path]:
+        return self.folder.glob("step-*.pt")
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The saved state, on the CPU. Never runs code from the file."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"checkpoint {path} holds more than tensors and plain data, so it is not read") from error
+    except (RuntimeError, EOFError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"checkpoint {path} can't be read ({reason}); is it complete?") from error
+    if not isinstance(state, dict) or "step" not in state or "method" not in state:
+        raise ValueError(f"{path} is not a patchmix checkpoint: it has no 'step' and 'method'")
+    return state
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the renaming itself survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,112 @@
+"""Where numbers go while a run trains: metrics.jsonl, TensorBoard, wandb, and a bar or plain lines on the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from patchmix.train.checkpoint import write_text
+
+SECONDS_BETWEEN_LINES = 10.0  # on a console that is not a terminal
+
+
+class RunLog:
+    """One process's log; only the main one has a folder and speaks."""
+
+    def __init__(self, folder: Path | None, *, step: int = 0, console: Console | None = None) -> None:
+        self.folder = folder
+        self.console = console or Console(quiet=folder is None)
+        self._last_line = -math.inf
+        self._progress: Progress | None = None
+        if folder is None:
+            return
+        self.path = folder / "metrics.jsonl"
+        forget_after(self.path, step)
+        self._file = self.path.open("a", encoding="utf-8")
+        from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is used
+
+        self._board = SummaryWriter(str(folder), purge_step=step + 1)
+        self._wandb: Any = None
+
+    def use_wandb(self, project: str, config: Mapping[str, Any]) -> None:
+        if self.folder is None:
+            return
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                "wandb is not installed; pip install 'patchmix-ssl[wandb]' or leave --wandb out"
+            ) from error
+        self._wandb = wandb.init(project=project, dir=str(self.folder), config=dict(config), resume="allow")
+
+    def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Appends a line to metrics.jsonl; `kind` is train, monitor or event."""
+        if self.folder is None:
+            return
+        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+        self._file.flush()
+        for key, value in values.items():
+            self._board.add_scalar(f"{kind}/{key}", value, step)
+        if self._wandb is not None:
+            self._wandb.log({f"{kind}/{key}": value for key, value in values.items()}, step=step)
+
+    def say(self, line: str, style: str | None = None) -> None:
+        """A line for people, above the bar."""
+        self.console.print(Text(line, style=style or ""), soft_wrap=True)
+
+    def show_progress(self, fraction: float, line: str, *, final: bool = False) -> None:
+        """Moves the bar on a terminal; elsewhere prints the line now and then."""
+        if self.folder is None:
+            return
+        if self.console.is_terminal:
+            if self._progress is None:
+                self._progress = Progress(
+                    BarColumn(bar_width=24),
+                    TextColumn("{task.percentage:>3.0f}%"),
+                    TimeElapsedColumn(),
+                    TextColumn("{task.description}"),
+                    console=self.console,
+                    transient=True,
+                )
+                self._task = self._progress.add_task("", total=1.0)
+                self._progress.start()
+            self._progress.update(self._task, completed=fraction, description=line)
+        elif final or time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            self.say(f"{100 * fraction:5.1f} %  {line}")
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self.folder is not None:
+            self._file.close()
+            self._board.close()
+            if self._wandb is not None:
+                self._wandb.finish()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last line that was cut short by a crash is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drops what a killed run logged after the checkpoint that it resumes from: those steps are taken again."""
+    if path.exists():
+        kept = [row for row in read_metrics(path) if row["step"] <= step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
