@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from patchmix.interop.atomic import replacing
 from patchmix.nn.vit import create_encoder
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -38,6 +37,7 @@ class Architecture:
 
     @staticmethod
     def of(name: str, encoder: VisionTransformer) -> Architecture:
+        blocks: Any = encoder.blocks
         patch, image = encoder.patch_embed.patch_size, encoder.patch_embed.img_size
         return Architecture(
             name=name,
@@ -45,12 +45,26 @@ class Architecture:
             patch_size=int(patch[0]),
             in_chans=int(encoder.patch_embed.proj.in_channels),
             dim=int(encoder.embed_dim),
-            depth=len(encoder.blocks),
-            heads=int(encoder.blocks[0].attn.num_heads),
+            depth=len(blocks),
+            heads=int(blocks[0].attn.num_heads),
         )
 
     def create(self, *, drop_path: float = 0.0, any_image_size: bool = False) -> VisionTransformer:
         return create_encoder(**dataclasses.asdict(self), drop_path=drop_path, any_image_size=any_image_size)
+
+    def mismatches(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """What keeps `weights` from being loaded, one entry for each name or shape; empty when they fit."""
+        with torch.device("meta"):  # shapes only, no memory
+            wanted = {name: tuple(tensor.shape) for name, tensor in self.create().state_dict().items()}
+        found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        missing = [f"{name} is missing" for name in wanted if name not in found]
+        unknown = [f"{name} is unknown" for name in found if name not in wanted]
+        shapes = [
+            f"{name} is {_times(found[name])}, not {_times(wanted[name])}"
+            for name in wanted
+            if name in found and found[name] != wanted[name]
+        ]
+        return missing + unknown + shapes
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,7 @@ class EncoderFile:
             sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
         return sha.hexdigest()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, *, overwrite: bool = True) -> None:
         """Written to a temporary name, synced, renamed: a crash leaves the old file or the new one."""
         header = {
             "architecture": dataclasses.asdict(self.architecture),
@@ -86,19 +100,9 @@ class EncoderFile:
             "std": self.std,
             "origin": self.origin,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights.items()}
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
+        with replacing(path, overwrite=overwrite, same=_same_content) as temporary:
             save_file(weights, temporary, metadata={"format": "pt", "patchmix": json.dumps(header)})
-            with open(temporary, "rb") as file:  # noqa: PTH123
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())  # noqa: PTH101
-            os.replace(temporary, path)  # noqa: PTH105
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
 
     @staticmethod
     def load(path: Path) -> EncoderFile:
@@ -110,17 +114,32 @@ class EncoderFile:
             raise ValueError(f"{path} can't be read as safetensors ({error}); is it complete?") from error
         if "patchmix" not in metadata:
             raise ValueError(f"{path} has no patchmix metadata; bring it in with `patchmix import {path}`")
-        header = json.loads(metadata["patchmix"])
-        return EncoderFile(
-            architecture=Architecture(**header["architecture"]),
-            weights=weights,
-            mean=tuple(header["mean"]),
-            std=tuple(header["std"]),
-            origin=header["origin"],
-        )
+        try:
+            header = json.loads(metadata["patchmix"])
+            file_read = EncoderFile(
+                architecture=Architecture(**header["architecture"]),
+                weights=weights,
+                mean=tuple(header["mean"]),
+                std=tuple(header["std"]),
+                origin=header["origin"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} has damaged patchmix metadata ({error}); write it anew from its run") from error
+        if problems := file_read.architecture.mismatches(weights):
+            more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+            raise ValueError(f"{path} does not hold the encoder that its metadata says: {problems[0]}{more}")
+        return file_read
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _same_content(a: Path, b: Path) -> bool:
+    """safetensors writes its metadata in any order, so that equal files may differ in bytes."""
+    try:
+        left, right = EncoderFile.load(a), EncoderFile.load(b)
+    except ValueError:
+        return False
+    headers_agree = dataclasses.replace(left, weights={}) == dataclasses.replace(right, weights={})
+    return headers_agree and left.digest() == right.digest()
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "a number"

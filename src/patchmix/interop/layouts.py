@@ -1,0 +1,199 @@
+"""How other projects name the parts of their checkpoints, and how to tell whose checkpoint it is.
+
+Names are those of the checkpoint, with the entry that holds them in front: `teacher/backbone.cls_token`. Facts from
+the projects' training scripts:
+
+MoCo v3           state_dict/module.{base_encoder,momentum_encoder}.…, head and predictor are MLPs, `arch: vit_small`;
+                  the position embedding is a fixed sin-cos table whose first half is the row; ViT-S has 12 heads.
+                  Its linear-probing checkpoints are state_dict/module.… with the trained classifier `head`.
+PatchMix authors  the names of MoCo v3, `arch: vit-small`, a learned position embedding; ViT-S has 12 heads too.
+DINO              student/module.backbone.…, teacher/backbone.…, and `head.…` on both; released backbones are bare.
+iBOT              as DINO, with `masked_embed` in the student; extracted backbones are state_dict/….
+MAE               model/…, `decoder_…` and `mask_token` beside the encoder in full checkpoints; the fixed sin-cos table
+                  has the column first. Fine-tuned ones have `fc_norm` in the place of `norm`.
+timm              bare names, or state_dict/… and state_dict_ema/… from its training script, model/… from DeiT's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Which = Literal["base", "momentum"]
+
+_WRAPPED = r"(?:module\.|_orig_mod\.)*"  # DistributedDataParallel, torch.compile
+_USUAL_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
+
+ENCODER_TENSOR = re.compile(
+    r"cls_token|pos_embed|patch_embed\.proj\.(weight|bias)|norm\.(weight|bias)"
+    r"|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a project's encoders are: regular expressions for what stands before a tensor's timm name.
+
+    `one` is for files that hold a single encoder. `extras` are parts of the checkpoint that are no encoder weights,
+    by what they are; `heads` says how many heads the project's models have, by dim.
+    """
+
+    base: str | None = None
+    momentum: str | None = None
+    one: str | None = None
+    default: Which = "base"
+    extras: Mapping[str, str] = field(default_factory=dict)
+    heads: Mapping[int, int] = field(default_factory=lambda: _USUAL_HEADS)
+
+    def split(self, name: str) -> tuple[Which | Literal["one"] | None, str]:
+        """Which encoder the tensor belongs to, and its name in there; None when to none."""
+        choices: tuple[tuple[Which | Literal["one"], str | None], ...] = (
+            ("base", self.base),
+            ("momentum", self.momentum),
+            ("one", self.one),
+        )
+        for which, prefix in choices:
+            if prefix is not None and (found := re.fullmatch(rf"{prefix}([^/]*)", name)):
+                return which, found[1]
+        return None, name
+
+    def extra(self, name: str) -> str | None:
+        """What a tensor that is not of the encoder is, if it is known."""
+        return next((what for pattern, what in self.extras.items() if re.fullmatch(pattern, name)), None)
+
+
+_PROJECTION = {rf"(state_dict/)?{_WRAPPED}predictor\..*": "prediction head", r"head\.\d+\..*": "projection head"}
+_CLASSIFIER = {r"(head|head_dist)\.(weight|bias)": "classifier"}
+
+LAYOUTS: dict[str, Layout] = {
+    "patchmix-authors": Layout(
+        base=rf"(?:state_dict/)?{_WRAPPED}base_encoder\.",
+        momentum=rf"(?:state_dict/)?{_WRAPPED}momentum_encoder\.",
+        extras=_PROJECTION,
+        heads={192: 3, 384: 12, 768: 12},
+    ),
+    "mocov3": Layout(
+        base=rf"(?:state_dict/)?{_WRAPPED}base_encoder\.",
+        momentum=rf"(?:state_dict/)?{_WRAPPED}momentum_encoder\.",
+        one=rf"(?:state_dict/)?{_WRAPPED}",
+        extras=_PROJECTION | _CLASSIFIER,
+        heads={384: 12, 768: 12, 1024: 16, 1280: 16},
+    ),
+    "dino": Layout(
+        base=rf"student/{_WRAPPED}(?:backbone\.)?",
+        momentum=rf"teacher/{_WRAPPED}(?:backbone\.)?",
+        one=rf"(?:state_dict/)?{_WRAPPED}(?:backbone\.)?",
+        default="momentum",
+        extras={r"head\..*": "projection head"},
+    ),
+    "ibot": Layout(
+        base=rf"student/{_WRAPPED}(?:backbone\.)?",
+        momentum=rf"teacher/{_WRAPPED}(?:backbone\.)?",
+        one=rf"(?:state_dict/)?{_WRAPPED}(?:backbone\.)?",
+        default="momentum",
+        extras={r"head\..*": "projection head", "masked_embed": "mask token"},
+    ),
+    "mae": Layout(
+        one=rf"(?:model/)?{_WRAPPED}",
+        extras={r"decoder_.*": "decoder", "mask_token": "mask token"} | _CLASSIFIER,
+    ),
+    "timm": Layout(
+        base=rf"(?:state_dict|model)/{_WRAPPED}",
+        momentum=rf"(?:state_dict_ema|model_ema)/{_WRAPPED}",
+        one=_WRAPPED,
+        extras=_CLASSIFIER,
+    ),
+}
+
+_CONTAINERS = {"state_dict", "model", "student", "teacher", "state_dict_ema", "model_ema"}
+
+
+def tensors_of(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Every tensor under its full name, and the names of the entries that are not weights (optimiser, epoch, …)."""
+    tensors: dict[str, Any] = {}
+    others: list[str] = []
+    for name, value in entries.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif name in _CONTAINERS and isinstance(value, Mapping):
+            tensors |= {f"{name}/{inner}": tensor for inner, tensor in value.items()}
+        else:
+            others.append(name)
+    return tensors, others
+
+
+def detect(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
+    """The name of the format; a ValueError when the tensors are of no ViT or fit two formats."""
+    if not any("patch_embed.proj" in name for name in tensors):
+        raise ValueError(_not_a_vit(tensors))
+    if any(re.search(r"(^|[./])(base|momentum)_encoder\.", name) for name in tensors):
+        return _mocov3_or_authors(tensors, entries)
+    if any("masked_embed" in name or "last_layer2" in name for name in tensors) or "ibot_loss" in entries:
+        return "ibot"
+    if any(re.match(rf"(student/|teacher/|(state_dict/)?{_WRAPPED}backbone\.)", name) for name in tensors):
+        return "dino"
+    if any(re.search(r"(^|[./])decoder_(embed|blocks)\.", name) for name in tensors):
+        return "mae"
+    # A fixed table of positions is a signature. It matters: MoCo v3's ViT-S has 12 heads, timm's has 6.
+    table = _position_table(tensors)
+    return {"row": "mocov3", "column": "mae", None: "timm"}[table]
+
+
+def _mocov3_or_authors(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
+    """Both name their tensors alike; MoCo v3 fixes its position embedding to a table, PatchMix's authors train it."""
+    arch = str(entries.get("arch", ""))
+    by_position = "mocov3" if _position_table(tensors) == "row" else "patchmix-authors"
+    by_arch = by_position
+    if re.fullmatch(r"vit_(conv_)?(small|base|large|huge)", arch):
+        by_arch = "mocov3"
+    elif re.fullmatch(r"vit-(tiny|small|base)", arch):
+        by_arch = "patchmix-authors"
+    if by_arch != by_position:
+        kind = "a fixed sin-cos table" if by_position == "mocov3" else "learned"
+        raise ValueError(
+            f"the checkpoint is ambiguous: arch {arch!r} is a name of {by_arch}, but its position embedding is {kind}, "
+            f"as in {by_position}; say which it is with format (--format {by_arch} or --format {by_position})"
+        )
+    return by_arch
+
+
+def _position_table(tensors: Mapping[str, Any]) -> Literal["row", "column"] | None:
+    """Whether the position embedding is the fixed 2-D sin-cos table, and which coordinate its first half encodes."""
+    name = next((n for n in tensors if re.split(r"[./]", n)[-1] == "pos_embed" and "decoder" not in n), None)
+    if name is None or not isinstance(tensors[name], Tensor) or tensors[name].ndim != 3:
+        return None
+    positions = tensors[name][0].float()
+    side, dim = round((len(positions) - 1) ** 0.5), positions.shape[1]
+    if side < 2 or side**2 != len(positions) - 1 or dim % 4 or positions[0].any():
+        return None
+    for first in ("row", "column"):
+        if torch.allclose(positions[1:], _sincos(side, dim, first=first), atol=1e-2):  # half precision stays below
+            return first
+    return None
+
+
+def _sincos(side: int, dim: int, *, first: str) -> Tensor:
+    """(side², dim): sines and cosines of one coordinate, then of the other, at dim / 4 wavelengths up to 10000."""
+    frequency = 10000.0 ** -(torch.arange(dim // 4) / (dim // 4))
+    row = torch.arange(side).repeat_interleave(side)
+    column = torch.arange(side).repeat(side)
+    order = (row, column) if first == "row" else (column, row)
+    return torch.cat([wave(at[:, None] * frequency) for at in order for wave in (torch.sin, torch.cos)], dim=1)
+
+
+def _not_a_vit(tensors: Mapping[str, Any]) -> str:
+    known = {
+        r"layer1\.0\.conv1": "a ResNet",
+        r"relative_position_bias_table": "a Swin Transformer",
+        r"encoder_layer_0\.": "a torchvision ViT, whose names are not read here",
+        r"embeddings\.patch_embeddings": "a Hugging Face transformers ViT, whose names are not read here",
+    }
+    what = next((text for part, text in known.items() if any(re.search(part, n) for n in tensors)), None)
+    names = ", ".join(list(tensors)[:3])
+    seen = f"it looks like {what}" if what else f"it has {names or 'no tensors'}"
+    return f"no patch_embed.proj among {len(tensors)} tensors, so this is not a timm-style ViT: {seen}"
