@@ -90,7 +90,7 @@ class Views:
     def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Pixels]:
         sizes = np.array([image.shape[:2] for image in images], np.int64).reshape(-1, 2)
         return [
-            _render(view, images, _draw(view, sizes, uniforms(_DRAWS, self.seed, epoch, indices, number)))
+            render(view, images, draw_parameters(view, sizes, uniforms(DRAWS, self.seed, epoch, indices, number)))
             for number, view in enumerate(self.views)
         ]
 
@@ -131,7 +131,7 @@ _RATIO = slice(_ATTEMPTS, 2 * _ATTEMPTS)
 _TOP, _LEFT, _FLIP, _JITTER, _GRAY, _BLUR, _SIGMA, _SOLARIZE = range(2 * _ATTEMPTS, 2 * _ATTEMPTS + 8)
 _ORDER = slice(_SOLARIZE + 1, _SOLARIZE + 5)
 _FACTORS = slice(_SOLARIZE + 5, _SOLARIZE + 9)
-_DRAWS = _SOLARIZE + 9
+DRAWS = _SOLARIZE + 9
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class Parameters:
     flip: npt.NDArray[np.bool_]
 
 
-def _draw(view: View, sizes: Indices, draw: Floats) -> Parameters:
-    """`sizes`: (N, 2), heights and widths; `draw`: (N, _DRAWS), uniform in [0, 1)."""
+def draw_parameters(view: View, sizes: Indices, draw: Floats) -> Parameters:
+    """`sizes`: (N, 2), heights and widths; `draw`: (N, DRAWS), uniform in [0, 1)."""
     factors = 2 * draw[:, _FACTORS] - 1
     sigma = view.sigma[0] + (view.sigma[1] - view.sigma[0]) * draw[:, _SIGMA]
     return Parameters(
@@ -193,7 +193,7 @@ def _crop_boxes(view: View, sizes: Indices, draw: Floats) -> Indices:
     return np.stack([top, left, h, w], axis=1)
 
 
-def _render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixels:
+def render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixels:
     """The pixel work of one view: uint8 (N, h, w, 3)."""
     size = view.size
     out = np.empty((len(images), size, size, 3), np.uint8)
