@@ -61,9 +61,10 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
     """(height, width) of the decoded image, from its header. Raises DecodeError."""
     header = read_header(data)
     if header is not None and header.simple:
+        _check_size(header.height, header.width, key, MAX_PIXELS)
         return header.height, header.width
     with _open_pillow(io.BytesIO(data), key) as image:
-        return _upright_size(image)
+        return _upright_size(image, key)
 
 
 def size_of_file(path: Path, key: str) -> tuple[int, int]:
@@ -73,10 +74,11 @@ def size_of_file(path: Path, key: str) -> tuple[int, int]:
             # An EXIF thumbnail may push a JPEG's size further back than this; Pillow then seeks for it.
             header = read_header(file.read(_PROBE_BYTES))
             if header is not None and header.simple:
+                _check_size(header.height, header.width, key, MAX_PIXELS)
                 return header.height, header.width
             file.seek(0)
             with _open_pillow(file, key) as image:
-                return _upright_size(image)
+                return _upright_size(image, key)
     except OSError as error:
         raise DecodeError(key, _reason(error)) from error
 
@@ -165,7 +167,7 @@ def _decode_pillow(data: bytes, key: str, max_pixels: int) -> Pixels:
         try:
             upright = ImageOps.exif_transpose(image)
             return np.ascontiguousarray(_to_rgb(upright), dtype=np.uint8)
-        except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
+        except Exception as error:  # Pillow raises nearly anything on damaged files
             raise DecodeError(key, _reason(error)) from error
 
 
@@ -195,11 +197,15 @@ def _open_pillow(file: IO[bytes], key: str) -> Image.Image:
         raise DecodeError(key, _reason(error)) from error
 
 
-def _upright_size(image: Image.Image) -> tuple[int, int]:
+def _upright_size(image: Image.Image, key: str) -> tuple[int, int]:
+    _check_size(image.height, image.width, key, MAX_PIXELS)
     try:
+        if image.format == "TIFF":  # whose size Pillow has turned already, or not: it depends on its version
+            image = ImageOps.exif_transpose(image)
+            return image.height, image.width
         sideways = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-    except Exception:  # EXIF that cannot be read turns nothing
-        sideways = False
+    except Exception as error:  # as above
+        raise DecodeError(key, _reason(error)) from error
     return (image.width, image.height) if sideways else (image.height, image.width)
 
 
