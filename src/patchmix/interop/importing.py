@@ -68,7 +68,7 @@ def import_checkpoint(
 ) -> Imported:
     """Reads the encoder out of a checkpoint of another project, or out of one of our own.
 
-    format: one of `FORMATS` (patchmix-authors, mocov3, dino, ibot, mae, timm, patchmix); None detects it.
+    format: one of `FORMATS` (patchmix-authors, mocov3, dino, ibot, mae, timm, torchvision, patchmix); None detects it.
     encoder: "base" (the student) or "momentum" (the teacher, the moving average). None takes what the project itself
         evaluates: momentum for dino and ibot, base for the others.
     heads: attention heads. Shapes don't show them; None takes what the project uses for this dim, if that is known.
@@ -335,18 +335,13 @@ def _adjusted(
             values["name"] = _timm_name(shape.dim, shape.depth, shape.patch_size, image_size)
         shape = Architecture(**values)
     for name, given in (("mean", mean), ("std", std)):
-        if given is not None and len(given) != shape.in_chans:
-            raise ValueError(f"{name} has {len(given)} values; the encoder of {path} takes {shape.in_chans} channels")
+        if given is not None and len(given) != 3:
+            raise ValueError(f"{name} has {len(given)} values; give three, for red, green and blue")
     file = EncoderFile(
         shape,
         weights,
-        mean=tuple(mean) if mean is not None else _for_channels(file.mean, shape.in_chans),
-        std=tuple(std) if std is not None else _for_channels(file.std, shape.in_chans),
+        mean=file.mean if mean is None else tuple(mean),
+        std=file.std if std is None else tuple(std),
         origin=file.origin,
     )
     return Imported(file, imported.format, imported.taken, imported.dropped_because, notes)
-
-
-def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """RGB statistics for as many channels as there are: their mean, repeated."""
-    return values if len(values) == channels else (sum(values) / len(values),) * channels

@@ -11,18 +11,21 @@ DINO              student/module.backbone.…, teacher/backbone.…, and `head.�
 iBOT              as DINO, with `masked_embed` in the student; extracted backbones are state_dict/….
 MAE               model/…, `decoder_…` and `mask_token` beside the encoder in full checkpoints; the fixed sin-cos table
                   has the column first. Fine-tuned ones have `fc_norm` in the place of `norm`.
+torchvision       names of its own (`conv_proj`, `encoder.layers.encoder_layer_0`), classifier `heads.head`.
 timm              bare names, or state_dict/… and state_dict_ema/… from its training script, model/… from DeiT's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from patchmix.interop.torchvision_names import from_torchvision
 
 Which = Literal["base", "momentum"]
 
@@ -49,6 +52,7 @@ class Layout:
     default: Which = "base"
     extras: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[int, int] = field(default_factory=lambda: _USUAL_HEADS)
+    rename: Callable[[str], str] = str  # the project's names → timm's
 
     def split(self, name: str) -> tuple[Which | Literal["one"] | None, str]:
         """Which encoder the tensor belongs to, and its name in there; None when to none."""
@@ -59,7 +63,7 @@ class Layout:
         )
         for which, prefix in choices:
             if prefix is not None and (found := re.fullmatch(rf"{prefix}([^/]*)", name)):
-                return which, found[1]
+                return which, self.rename(found[1])
         return None, name
 
     def extra(self, name: str) -> str | None:
@@ -108,6 +112,11 @@ LAYOUTS: dict[str, Layout] = {
         one=_WRAPPED,
         extras=_CLASSIFIER,
     ),
+    "torchvision": Layout(
+        one=rf"(?:(?:state_dict|model)/)?{_WRAPPED}",
+        extras={r"heads\..*": "classifier"},
+        rename=from_torchvision,
+    ),
 }
 
 _CONTAINERS = {"state_dict", "model", "student", "teacher", "state_dict_ema", "model_ema"}
@@ -129,6 +138,8 @@ def tensors_of(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def detect(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
     """The name of the format; a ValueError when the tensors are of no ViT or fit two formats."""
+    if any(re.search(r"encoder_layer_\d+\.self_attention\.in_proj_weight", name) for name in tensors):
+        return "torchvision"
     if not any("patch_embed.proj" in name for name in tensors):
         raise ValueError(_not_a_vit(tensors))
     if any(re.search(r"(^|[./])(base|momentum)_encoder\.", name) for name in tensors):
@@ -190,7 +201,6 @@ def _not_a_vit(tensors: Mapping[str, Any]) -> str:
     known = {
         r"layer1\.0\.conv1": "a ResNet",
         r"relative_position_bias_table": "a Swin Transformer",
-        r"encoder_layer_0\.": "a torchvision ViT, whose names are not read here",
         r"embeddings\.patch_embeddings": "a Hugging Face transformers ViT, whose names are not read here",
     }
     what = next((text for part, text in known.items() if any(re.search(part, n) for n in tensors)), None)
