@@ -78,7 +78,7 @@ def pretrain(
 
 def recipes() -> None:
     """List the recipes, what they cost and what the paper reports for them."""
-    from patchmix.report.tables import print_recipes
+    from patchmix.study.recipe_table import print_recipes
 
     print_recipes()
 
@@ -105,7 +105,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """128 + the signal that stopped a run, 3 for a non-finite loss, 2 for a user's mistake, None for a fault of ours."""
+    """128 + the signal that stopped a run, 3 for a non-finite loss, 2 for a mistake, None for a fault of ours."""
     from patchmix.train.loop import Interrupted, NonFiniteLoss
 
     if isinstance(error, Interrupted):

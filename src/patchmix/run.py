@@ -18,6 +18,7 @@ from patchmix.data.contract import Source
 from patchmix.interop.encoder_file import Architecture, EncoderFile
 from patchmix.methods.method import Method
 from patchmix.recipes import find_recipe
+from patchmix.train.allocator import keep_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, write_text
 from patchmix.train.log import RunLog
 from patchmix.train.loop import NonFiniteLoss, train
@@ -139,6 +140,8 @@ def run_config(
 ) -> Run:
     """Trains what `config` says in the folder `out`, from the start or from a checkpoint."""
     device = distributed.local_device(config.runtime.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     with distributed.process_group(device):
         state = _find_checkpoint(config, out, resume)
         if state is not None and init_from is not None:

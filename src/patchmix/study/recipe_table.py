@@ -1,4 +1,4 @@
-"""Tables on the console."""
+"""The recipes beside the rows of the paper that they reproduce, and what they cost."""
 
 from __future__ import annotations
 
