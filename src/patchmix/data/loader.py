@@ -72,14 +72,18 @@ class Loader:
         prefetch: int = 4,
         pin_memory: bool = False,
     ) -> None:
+        if accumulate < 1:
+            raise ValueError(f"accumulate {accumulate} must be at least 1; take --accumulate 1 for plain steps")
+        if workers < 0:
+            raise ValueError(f"workers {workers} must be 0 or more; take --workers 0 to work in the main process")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} must be in 0…{world_size - 1}; check the launcher's RANK and WORLD_SIZE")
         parts = world_size * accumulate
         if batch_size < 1 or batch_size % parts:
             raise ValueError(
                 f"batch size {batch_size} must be a multiple of {parts} ({world_size} processes x {accumulate} "
                 f"accumulation steps); take --batch-size {max(1, round(batch_size / parts)) * parts}"
             )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} must be in 0…{world_size - 1}; check the launcher's RANK and WORLD_SIZE")
         if len(source) < batch_size:
             raise ValueError(
                 f"{source.name} has {len(source)} images, fewer than the batch size {batch_size}; "
@@ -100,6 +104,8 @@ class Loader:
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         """Micro-batch after micro-batch without end, from optimiser step `start_step` on."""
+        if start_step < 0:
+            raise ValueError(f"start step {start_step} must be 0 or more; take 0 to begin at the beginning")
         requests = _Requests(lambda: self._requests(start_step))
         return _run(self._samples, requests, self._workers, self._prefetch, self._pin_memory)
 
@@ -141,15 +147,21 @@ class _Requests:
         return self._start()
 
 
-class _SkippingBatches(Dataset[Batch]):
+class _SkippingBatches(Dataset[Batch | ValueError]):
     """Request → batch, without the samples that cannot be decoded."""
 
     def __init__(self, source: Source, transform: Transform) -> None:
         self._source = source
         self._transform = transform
 
-    def __getitem__(self, request: Request) -> Batch:
-        epoch, positions = request
+    def __getitem__(self, request: Request) -> Batch | ValueError:
+        try:
+            return self._batch(*request)
+        except ValueError as error:
+            # A mistake in the data is told in one line; raised here, torch would add the worker's traceback.
+            return error
+
+    def _batch(self, epoch: int, positions: Indices) -> Batch:
         images: list[Pixels] = []
         used: list[int] = []
         bad: list[str] = []
@@ -200,12 +212,10 @@ class _ReplacingBatches(_SkippingBatches):
 
 
 def _run(
-    samples: Dataset[Batch], requests: Iterable[Request], workers: int, prefetch: int, pin_memory: bool
+    samples: Dataset[Batch | ValueError], requests: Iterable[Request], workers: int, prefetch: int, pin_memory: bool
 ) -> Iterator[Batch]:
     """Answer the requests in order, by `workers` processes or, with 0, in this one."""
-    if workers < 0:
-        raise ValueError(f"workers {workers} must be 0 or more; take --workers 0 to work in the main process")
-    loader: DataLoader[Batch] = DataLoader(
+    loader: DataLoader[Batch | ValueError] = DataLoader(
         samples,
         batch_size=None,  # a request is a whole batch
         sampler=requests,
@@ -218,19 +228,19 @@ def _run(
     return _closing(loader)
 
 
-def _closing(loader: "DataLoader[Batch]") -> Iterator[Batch]:
-    batches: Iterator[Any] | None = iter(loader)
+def _closing(loader: "DataLoader[Batch | ValueError]") -> Iterator[Batch]:
+    batches: Any = iter(loader)
     try:
-        while True:
-            assert batches is not None
-            try:
-                batch: Batch = next(batches)
-            except StopIteration:
-                return
+        for batch in batches:
+            if isinstance(batch, ValueError):
+                raise batch
             yield batch
     finally:
-        # The last reference: torch ends the workers here, not at some later collection or at exit.
-        batches = None
+        # Ended here, not at some later collection or at exit: when an error's traceback keeps the iterator alive,
+        # torch waits 5 s for each worker. The method is private, and absent without workers.
+        shutdown = getattr(batches, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
 
 
 def _as_is(batch: Any) -> Any:
