@@ -1,0 +1,216 @@
+"""Any way to name an encoder leads to the same features; a mistake never leads to a random network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from patchmix.config import Config, ModelConfig, ViewsConfig, to_dict
+from patchmix.interop import backbone as module
+from patchmix.interop.backbone import Backbone, load_backbone
+from patchmix.methods.patchmix import PatchMixMethod
+from patchmix.nn.vit import create_encoder
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.rand(5, 3, 16, 16)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Path, PatchMixMethod]:
+    """A run in the middle: config.yaml and a checkpoint, no encoder.safetensors. Base and momentum differ."""
+    model = ModelConfig(name="vit_tiny_patch4_16", dim=48, depth=2, heads=4)
+    config = Config(model=model, views=ViewsConfig(mean=(0.1, 0.2, 0.3)))
+    method = PatchMixMethod(
+        create_encoder("vit_tiny_patch4_16", dim=48, depth=2, heads=4), head_hidden=8, head_out=8, num_mix=2
+    )
+    with torch.no_grad():
+        for parameter in method.encoder.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    folder = tmp_path / "experiment"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("recipe: test\n")
+    state = {"method": method.state_dict(), "optimizer": {}, "step": 40, "config": to_dict(config), "data": "shapes"}
+    torch.save(state, folder / "checkpoints" / "step-000000040.pt")
+    (folder / "checkpoints" / "last").symlink_to("step-000000040.pt")
+    return folder, method.eval()
+
+
+def features(encoder: torch.nn.Module, images: torch.Tensor, file: Any) -> torch.Tensor:
+    """The definition: normalise, forward, class token."""
+    mean, std = torch.tensor(file.mean).view(3, 1, 1), torch.tensor(file.std).view(3, 1, 1)
+    with torch.no_grad():
+        out: torch.Tensor = encoder((images - mean) / std)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------- loading
+
+
+def test_unfinished_run(run, images: torch.Tensor) -> None:
+    folder, method = run
+    loaded = load_backbone(folder)
+    assert loaded.name == "experiment (unfinished, step 40)"
+    assert loaded.file.architecture.heads == 4 and loaded.file.mean == (0.1, 0.2, 0.3)
+    torch.testing.assert_close(loaded.embed(images), features(method.encoder, images, loaded.file))
+
+
+def test_momentum_encoder_of_a_run(run, images: torch.Tensor, backbone: Backbone) -> None:
+    folder, method = run
+    assert method.momentum_copy is not None
+    expected = method.momentum_copy.network[0]
+    for path in (folder, folder / "checkpoints" / "last"):
+        loaded = load_backbone(path, encoder="momentum")
+        torch.testing.assert_close(loaded.embed(images), features(expected, images, loaded.file))
+        assert (loaded.embed(images) - load_backbone(folder).embed(images)).abs().max() > 0.01
+    backbone.file.save(folder / "encoder.safetensors")
+    assert load_backbone(folder, encoder="momentum").name == "experiment (momentum)"
+    assert load_backbone(folder).file.digest() == backbone.file.digest()
+
+
+def test_run_whose_method_has_no_momentum_encoder(run) -> None:
+    folder, _ = run
+    path = folder / "checkpoints" / "step-000000040.pt"
+    state = torch.load(path, weights_only=True)
+    state["method"] = {name: t for name, t in state["method"].items() if not name.startswith("momentum_copy")}
+    torch.save(state, path)
+    load_backbone(folder)
+    with pytest.raises(ValueError, match="has no momentum encoder"):
+        load_backbone(folder, encoder="momentum")
+
+
+def test_finished_run_and_its_file(backbone: Backbone, tmp_path: Path) -> None:
+    backbone.file.save(tmp_path / "mine" / "encoder.safetensors")
+    for what in (tmp_path / "mine", str(tmp_path / "mine"), tmp_path / "mine" / "encoder.safetensors"):
+        loaded = load_backbone(what)
+        assert loaded.name == "mine" and loaded.file.digest() == backbone.file.digest()
+        assert loaded.file.origin == {"recipe": "test"}
+
+
+def test_foreign_checkpoint_on_the_fly(make_foreign, tmp_path: Path) -> None:
+    foreign = make_foreign("dino")
+    torch.save(foreign.checkpoint, tmp_path / "dino.pth")
+    loaded = load_backbone(tmp_path / "dino.pth", encoder="base")
+    assert loaded.name == "dino" and torch.equal(
+        loaded.file.weights["norm.weight"], foreign.encoders["base"]["norm.weight"]
+    )
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no encoder"):
+        load_backbone(tmp_path)
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(ValueError, match=r"is a run without encoder or checkpoint yet.*--resume auto"):
+        load_backbone(tmp_path)
+    with pytest.raises(ValueError, match=r"does not exist; give a run's folder.*write timm:vit_small_patch16_224$"):
+        load_backbone("vit_small_patch16_224")
+    with pytest.raises(ValueError, match=r"neither vit_.*nor a timm model"):
+        load_backbone("timm:vit_smal_patch16_224")
+    with pytest.raises(ValueError, match=r"timm has no vit_small_patch16_224\.dinx; it has .*dino"):
+        load_backbone("timm:vit_small_patch16_224.dinx")
+    with pytest.raises(ValueError, match="takes no encoder, format"):
+        load_backbone("timm:vit_small_patch16_224", heads=12)
+
+
+def test_random_timm_model_says_so_and_is_always_the_same() -> None:
+    before = torch.random.get_rng_state()
+    one, two = load_backbone("timm:vit_tiny_patch4_32"), load_backbone("timm:vit_tiny_patch4_32")
+    assert one.name == "vit_tiny_patch4_32 (random weights)" and one.file.digest() == two.file.digest()
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_pretrained_timm_model_comes_from_the_cache_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import timm
+
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    monkeypatch.setattr(module, "try_to_load_from_cache", lambda *a, **k: None)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    with pytest.raises(ValueError, match=r"not on this machine.*timm\.create_model\('vit_tiny_patch16_224\.augreg"):
+        load_backbone(f"timm:{name}")
+    model = timm.create_model("vit_tiny_patch16_224")
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+
+    def cached(repository: str, filename: str, **_: object) -> str | None:
+        assert repository == f"timm/{name}"
+        return str(tmp_path / filename) if (tmp_path / filename).exists() else None
+
+    monkeypatch.setattr(module, "try_to_load_from_cache", cached)
+    loaded = load_backbone(f"timm:{name}")
+    assert loaded.file.mean == (0.5, 0.5, 0.5)  # not ImageNet's
+    assert torch.equal(loaded.file.weights["blocks.3.attn.qkv.weight"], model.blocks[3].attn.qkv.weight)
+
+
+# --------------------------------------------------------------------------------------------------------- embedding
+
+
+def test_token_and_mean(backbone: Backbone, images: torch.Tensor) -> None:
+    encoder = backbone.file.encoder()
+    torch.testing.assert_close(backbone.embed(images, batch_size=2), features(encoder, images, backbone.file))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (backbone.file.mean, backbone.file.std))
+    with torch.no_grad():
+        tokens = encoder.forward_features((images - mean) / std)
+    torch.testing.assert_close(backbone.embed(images, pool="mean"), tokens[:, 1:].mean(dim=1))
+
+
+def test_every_kind_of_image_gives_the_same_features(backbone: Backbone, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
+    pictures = [Image.fromarray(one) for one in pixels]
+    for i, picture in enumerate(pictures):
+        picture.save(tmp_path / f"{i}.png")
+    files = [tmp_path / f"{i}.png" for i in range(3)]
+    expected = backbone.embed(torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255)
+    for images in (pixels, torch.from_numpy(pixels), pictures, files, [str(f) for f in files], list(pixels)):
+        torch.testing.assert_close(backbone.embed(images), expected)
+    torch.testing.assert_close(backbone.embed(files[1]), expected[1:2])
+
+
+def test_resized_on_the_shorter_side_and_cropped_centrally(backbone: Backbone) -> None:
+    wide = torch.rand(2, 3, 40, 100)
+    resized = F.interpolate(wide, size=(16, 40), mode="bicubic", antialias=True).clamp(0, 1)
+    torch.testing.assert_close(backbone.embed(wide), backbone.embed(resized[:, :, :, 12:28]))
+    mixed = [np.zeros((20, 30, 3), np.uint8), np.full((64, 16, 3), 255, np.uint8)]
+    expected = torch.stack([torch.zeros(3, 16, 16), torch.ones(3, 16, 16)])
+    torch.testing.assert_close(backbone.embed(mixed), backbone.embed(expected))
+
+
+def test_pictures_are_turned_upright(backbone: Backbone, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 3  # turned by 180°
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    torch.testing.assert_close(backbone.embed([tmp_path / "a.png"]), backbone.embed(pixels[None, ::-1, ::-1]))
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.randn(2, 3, 16, 16), r"expected \[0, 1\], before any normalisation"),
+        (torch.full((1, 3, 16, 16), torch.nan), r"expected \[0, 1\]"),
+        (torch.rand(2, 16, 16, 3), r"shape \(2, 16, 16, 3\); expected \(N, 3, H, W\)"),
+        (np.zeros((16, 16, 3), np.uint8), r"expected \(N, H, W, 3\)"),
+        (np.zeros((1, 16, 16, 3), np.int64), "images are int64"),
+        ([], "no images"),
+        (["missing.png"], "missing.png does not exist"),
+        ([__file__], "can't be decoded as an image"),
+        ([3], "an image is a int"),
+    ],
+)
+def test_images_that_are_none(images: Any, message: str, backbone: Backbone) -> None:
+    with pytest.raises(ValueError, match=message):
+        backbone.embed(images)
+
+
+def test_wrong_arguments(backbone: Backbone, images: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="pool is 'max'"):
+        backbone.embed(images, pool="max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        backbone.embed(images, batch_size=0)
+    with pytest.raises(ValueError, match="device 'gpu' can't be used here"):
+        backbone.embed(images, device="gpu")

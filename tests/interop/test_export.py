@@ -1,0 +1,186 @@
+"""Out and in again: each export is opened by its own program, with the code that it gives, to equal features."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchmix.interop.backbone import Backbone, load_backbone
+from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.exporting import FORMATS, export
+from patchmix.nn.vit import create_encoder
+
+NAMES = {"timm": "model.safetensors", "torchvision": "tv.safetensors", "huggingface": "folder", "onnx": "model.onnx"}
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.rand(5, 3, 16, 16)
+
+
+def normalised(images: torch.Tensor, file: EncoderFile) -> torch.Tensor:
+    return (images - torch.tensor(file.mean).view(3, 1, 1)) / torch.tensor(file.std).view(3, 1, 1)
+
+
+def opened(usage: str, images: torch.Tensor) -> torch.Tensor:
+    """Runs the code that the export gives, as its user would."""
+    torch.manual_seed(99)  # whatever is not loaded is visibly random
+    scope: dict[str, Any] = {"images": images.numpy()}
+    exec(usage, scope)
+    if "features" in scope:
+        return torch.from_numpy(scope["features"])
+    with torch.no_grad():
+        out: torch.Tensor = scope["model"].eval()(images)
+    return out
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_round_trip(format: str, backbone: Backbone, images: torch.Tensor, tmp_path: Path) -> None:
+    exported = export(backbone, tmp_path / NAMES[format], format)
+    assert all(path.is_file() for path in exported.files)
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(exported.files)  # no temporary files
+    expected = backbone.embed(images)
+    torch.testing.assert_close(
+        opened(exported.usage, normalised(images, backbone.file)),
+        expected,
+        atol=1e-4 if format == "onnx" else 1e-5,
+        rtol=0,
+    )
+
+
+@pytest.mark.parametrize("format", ["timm", "torchvision", "huggingface"])
+def test_back_into_patchmix(format: str, backbone: Backbone, tmp_path: Path) -> None:
+    export(backbone, tmp_path / NAMES[format], format)
+    heads = 4 if format == "torchvision" else None  # names and shapes only; the others keep our metadata
+    again = load_backbone(tmp_path / NAMES[format], heads=heads)
+    assert again.file.digest() == backbone.file.digest()
+    if heads is None:
+        assert again.file.architecture == backbone.file.architecture and again.file.mean == backbone.file.mean
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_32", "vit_small_patch16_224"])
+def test_names_of_timm_and_of_ours(name: str, tmp_path: Path) -> None:
+    encoder = create_encoder(name, depth=1)
+    file = EncoderFile(Architecture.of(name, encoder), encoder.state_dict())
+    exported = export(Backbone(file, name), tmp_path / "a.safetensors", "timm")
+    size = file.architecture.image_size
+    images = torch.rand(1, 3, size, size)
+    torch.testing.assert_close(
+        opened(exported.usage, normalised(images, file)), Backbone(file, name).embed(images), atol=1e-5, rtol=0
+    )
+
+
+def test_grey_encoder(tmp_path: Path) -> None:
+    encoder = create_encoder("vit_tiny_patch4_16", dim=48, depth=1, heads=3, in_chans=1)
+    grey = Backbone(EncoderFile(Architecture.of("vit_tiny_patch4_16", encoder), encoder.state_dict()), "grey")
+    exported = export(grey, tmp_path / "a.safetensors", "timm")
+    images = torch.rand(2, 3, 16, 16)
+    one = normalised(images, grey.file).mean(dim=1, keepdim=True)
+    torch.testing.assert_close(opened(exported.usage, one), grey.embed(images), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="torchvision's ViT takes 3 channels, this encoder 1"):
+        export(grey, tmp_path / "b.safetensors", "torchvision")
+
+
+def test_encoder_that_torchvision_can_not_express(tmp_path: Path) -> None:
+    encoder = create_encoder("vit_tiny_patch4_16", dim=48, depth=1, heads=3)
+    weights = encoder.state_dict() | {"reg_token": torch.zeros(1, 4, 48)}
+    file = EncoderFile(Architecture.of("vit_tiny_patch4_16", encoder), weights)
+    with pytest.raises(ValueError, match="no place for reg_token"):
+        export(Backbone(file, "x"), tmp_path / "b.safetensors", "torchvision")
+
+
+@pytest.mark.parametrize("format", ["timm", "torchvision", "huggingface"])
+def test_nothing_different_is_overwritten_unasked(format: str, backbone: Backbone, tmp_path: Path) -> None:
+    out = tmp_path / NAMES[format]
+    files = export(backbone, out, format).files
+    export(backbone, out, format)  # the same again is fine
+    before = [path.read_bytes() for path in files]
+    changed = {name: tensor + 1 for name, tensor in backbone.file.weights.items()}
+    other = Backbone(dataclasses.replace(backbone.file, weights=changed), "other")
+    with pytest.raises(ValueError, match=r"exists and differs.*overwrite"):
+        export(other, out, format)
+    assert [path.read_bytes() for path in files] == before
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(files)
+    export(other, out, format, overwrite=True)
+    again = load_backbone(out, heads=4 if format == "torchvision" else None)
+    assert again.file.digest() == other.file.digest()
+
+
+def test_other_files_are_not_touched(backbone: Backbone, tmp_path: Path) -> None:
+    for format in ("timm", "torchvision"):
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(ValueError, match="exists and differs"):
+            export(backbone, tmp_path / "notes.txt", format)
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+        with pytest.raises(ValueError, match="is a folder"):
+            export(backbone, tmp_path, format)
+    with pytest.raises(ValueError, match="is a file; a Hugging Face export is a folder"):
+        export(backbone, tmp_path / "notes.txt", "huggingface")
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json exists and differs"):
+        export(backbone, folder, "huggingface")
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+def test_a_failing_write_leaves_the_old_file(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from patchmix.interop import encoder_file
+
+    out = tmp_path / "model.safetensors"
+    export(backbone, out, "timm")
+    before = out.read_bytes()
+
+    def full_disk(weights: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(encoder_file, "save_file", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        export(backbone, out, "timm", overwrite=True)
+    assert out.read_bytes() == before and list(tmp_path.iterdir()) == [out]
+
+
+def test_onnx_tells_its_normalisation_and_no_paths(backbone: Backbone, tmp_path: Path) -> None:
+    import onnx
+
+    export(backbone, tmp_path / "a.onnx", "onnx")
+    model = onnx.load(tmp_path / "a.onnx")
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    assert tuple(json.loads(said["mean"])) == backbone.file.mean and tuple(json.loads(said["std"])) == backbone.file.std
+    assert b"site-packages" not in (tmp_path / "a.onnx").read_bytes()
+
+
+def test_onnx_graph_that_differs_is_not_written(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnxruntime
+
+    class Wrong(onnxruntime.InferenceSession):
+        def run(self, *arguments: Any) -> Any:
+            return [super().run(*arguments)[0] + 1e-3]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Wrong)
+    with pytest.raises(ValueError, match=r"differs from torch by 1\.0e-03"):
+        export(backbone, tmp_path / "a.onnx", "onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_onnx_that_is_not_installed(backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "onnx" else real(name, *a))
+    with pytest.raises(ValueError, match=r"ONNX export needs onnx; pip install 'patchmix-ssl\[onnx\]'"):
+        export(backbone, tmp_path / "a.onnx", "onnx")
+
+
+def test_unknown_format(backbone: Backbone, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="export format 'tflite' is unknown; it must be one of timm, torchvision"):
+        export(backbone, tmp_path / "a", "tflite")
