@@ -1,0 +1,140 @@
+"""What an evaluation found, with everything needed to repeat it: a line of results.jsonl, and a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+FILE = "results.jsonl"
+_Z95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
+SHOWN: dict[str, str] = {
+    "knn": "kNN",
+    "linear": "linear (paper's protocol)",
+    "linear-fast": "linear (fast: sweep on stored features)",
+    "finetune": "fine-tune",
+}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One evaluation. `metrics` are accuracies in 0…1 over `images` test images; "top1" is the headline.
+
+    `settings` say what was asked for, `details` what came out besides accuracies (the best epoch, what a sweep chose).
+    """
+
+    protocol: str  # knn, linear, linear-fast, finetune
+    metrics: dict[str, float]
+    images: int
+    data: str
+    fingerprint: str  # of the training and the test images
+    encoder: str
+    weights: str  # digest
+    settings: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    date: str = field(default_factory=_now)
+
+    @property
+    def top1(self) -> float:
+        return self.metrics["top1"]
+
+    def interval(self, metric: str = "top1") -> tuple[float, float]:
+        """The 95 % interval of an accuracy, for the chance of having drawn these test images."""
+        return wilson(self.metrics[metric], self.images)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share of `count` trials; never leaves 0…1, right for small counts too."""
+    if count < 1:
+        return 0.0, 1.0
+    z2 = _Z95 * _Z95 / count
+    centre = (share + z2 / 2) / (1 + z2)
+    half = _Z95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count)) / (1 + z2)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+# ----------------------------------------------------------------------------------------------------------- the file
+
+
+def append_result(folder: Path, result: Result) -> Path:
+    """Adds one line to `folder`/results.jsonl, in one write: a crash leaves all lines before it whole."""
+    path = folder / FILE
+    line = json.dumps(dataclasses.asdict(result), ensure_ascii=False) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ValueError(f"can't write to {path} ({error.strerror}); choose another folder for the results") from error
+    try:
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            line = "\n" + line  # an earlier line was cut short: do not lose this one, too
+        os.write(handle, line.encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return path
+
+
+def read_results(folder: Path) -> list[Result]:
+    """The results of a folder, oldest first; [] where there are none. Lines that were cut short are left out."""
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    known = {f.name for f in dataclasses.fields(Result)}
+    results = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            results.append(Result(**{key: value for key, value in entry.items() if key in known}))
+        except (ValueError, TypeError, AttributeError):
+            continue
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+def print_result(result: Result, console: Console | None = None) -> None:
+    """All accuracies in % with their 95 % intervals, and below them how they were obtained."""
+    console = console or Console()
+    title = f"{SHOWN.get(result.protocol, result.protocol)}: {result.encoder} on {result.data}"
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    table = Table()
+    table.add_column("accuracy")
+    table.add_column("%", justify="right")
+    table.add_column("95 % interval", justify="right")
+    for name, value in result.metrics.items():
+        low, high = result.interval(name)
+        style = "bold" if name == "top1" else None
+        table.add_row(name, f"{100 * value:.2f}", f"{100 * low:.2f} … {100 * high:.2f}", style=style)
+    console.print(table)
+    console.print(Text(_how(result)), soft_wrap=True)
+
+
+def _how(result: Result) -> str:
+    parts = [f"{result.images:,} test images", f"weights {result.weights[:12]}"]
+    parts += [f"{key} {_plain(value)}" for key, value in (result.settings | result.details).items()]
+    return "; ".join(parts)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(_plain, value))
+    return str(value)

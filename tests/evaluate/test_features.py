@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from patchmix.data.shapes import shapes_source
+from patchmix.data.views import to_float
+from patchmix.evaluate import stored
+from patchmix.evaluate.features import Part, Subset, extract, usual_resize
+from patchmix.evaluate.labelled import held_out, open_labelled
+from patchmix.evaluate.stored import Reader
+from patchmix.interop.encoder_file import EncoderFile
+from tests.evaluate.conftest import make_backbone
+
+CPU = torch.device("cpu")
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
+
+
+class Flat(nn.Module):
+    """Features are the pixels; also notes in which mode it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[bool] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.modes.append(self.training)
+        return images.flatten(1)
+
+
+def test_features_are_the_encoders_output_in_the_sources_order() -> None:
+    source = shapes_source("train", 23)
+    encoder = Flat()
+    found = extract(encoder, source, image_size=32, mean=MEAN, std=STD, device=CPU, batch_size=5)
+    whole = torch.from_numpy(np.stack([source.load(i) for i in range(23)]))
+    torch.testing.assert_close(found.vectors, to_float(whole, MEAN, STD).flatten(1))
+    assert found.indices.tolist() == list(range(23))
+    assert found.labels is not None and found.labels.tolist() == [i % 10 for i in range(23)]
+    assert encoder.modes == [False] * 5
+    assert encoder.training  # as it came
+
+
+def test_undecodable_images_are_left_out_and_the_others_keep_their_labels(class_folder: Path) -> None:
+    (class_folder / "class1" / "1.png").write_bytes(b"no image")
+    source = open_labelled(class_folder).train
+    found = extract(Flat(), source, image_size=8, mean=MEAN, std=STD, device=CPU, batch_size=4)
+    assert len(found.vectors) == 11
+    bad = next(i for i in range(12) if source.key(i).endswith("class1/1.png"))
+    assert found.indices.tolist() == [i for i in range(12) if i != bad]
+    assert source.labels is not None and found.labels is not None
+    assert found.labels.tolist() == np.delete(source.labels, bad).tolist()
+
+
+def test_pools_are_the_token_and_the_mean_of_the_patches(backbone: EncoderFile) -> None:
+    source = shapes_source("train", 4)
+    encoder = backbone.encoder()
+    images = to_float(torch.from_numpy(np.stack([source.load(i) for i in range(4)])), MEAN, STD)
+    with torch.no_grad():
+        tokens = encoder.forward_features(images)  # (4, 1 + 16, D)
+    for pool, wanted in {"token": tokens[:, 0], "mean": tokens[:, 1:].mean(dim=1)}.items():
+        found = extract(encoder, source, image_size=32, mean=MEAN, std=STD, device=CPU, pool=pool)
+        torch.testing.assert_close(found.vectors, wanted)
+    with pytest.raises(ValueError, match="pool is 'max'; it must be token"):
+        extract(encoder, source, image_size=32, mean=MEAN, std=STD, device=CPU, pool="max")
+
+
+def test_an_encoder_of_one_channel_sees_the_mean_of_three() -> None:
+    found = Reader(make_backbone(in_chans=1), device=CPU).read(shapes_source("train", 3))
+    assert found.vectors.shape == (3, 24)
+    assert torch.isfinite(found.vectors).all()
+
+
+def test_resize_is_the_authors_switch(backbone: EncoderFile) -> None:
+    """32 → 36 → the central 32: other features than those of the whole image."""
+    source = shapes_source("train", 4)
+    whole = Reader(backbone, device=CPU).read(source).vectors
+    cropped = Reader(backbone, device=CPU, resize=36).read(source).vectors
+    assert not torch.allclose(whole, cropped)
+    assert (usual_resize(32), usual_resize(224), usual_resize(384)) == (32, 256, 439)
+
+
+# --------------------------------------------------------------------------------------------------------------- store
+
+
+class Counting:
+    """Counts the encoders that are made: none is, when features come from the store."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs = 0
+        original = stored.extract
+
+        def counted(*args: object, **kwargs: object) -> object:
+            self.runs += 1
+            return original(*args, **kwargs)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(stored, "extract", counted)
+
+
+def test_a_second_reading_does_not_run_the_encoder(
+    backbone: EncoderFile, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = Counting(monkeypatch)
+    source = shapes_source("train", 12)
+    first = Reader(backbone, device=CPU).read(source)
+    assert counting.runs == 1
+    second = Reader(backbone, device=CPU).read(source)
+    assert counting.runs == 1
+    assert torch.equal(first.vectors, second.vectors)
+    assert first.labels is not None and second.labels is not None and torch.equal(first.labels, second.labels)
+    assert [path.suffix for path in cache.iterdir()] == [".safetensors"]
+
+
+def test_anything_that_changes_features_runs_it_again(backbone: EncoderFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = shapes_source("train", 12)
+    Reader(backbone, device=CPU).read(source)
+    counting = Counting(monkeypatch)
+    more_heads = dataclasses.replace(backbone.architecture, heads=6)
+    changed = [
+        (Reader(make_backbone(1), device=CPU), source),
+        (Reader(dataclasses.replace(backbone, mean=(0.1, 0.1, 0.1)), device=CPU), source),
+        (Reader(dataclasses.replace(backbone, architecture=more_heads), device=CPU), source),
+        (Reader(backbone, device=CPU, pool="mean"), source),
+        (Reader(backbone, device=CPU, resize=36), source),
+        (Reader(backbone, device=CPU), shapes_source("test", 12)),
+        (Reader(backbone, device=CPU), Part(source, np.arange(0, 6))),
+        (Reader(backbone, device=CPU), Part(source, np.arange(6, 12))),
+        (Reader(backbone, device=CPU, cache=False), source),
+    ]
+    for number, (reader, images) in enumerate(changed, start=1):
+        reader.read(images)
+        assert counting.runs == number
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_file_is_computed_again(
+    damage: str, backbone: EncoderFile, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shapes_source("train", 12)
+    right = Reader(backbone, device=CPU).read(source)
+    (path,) = cache.iterdir()
+    content = bytearray(path.read_bytes())
+    content[-40] ^= 0x10
+    path.write_bytes({"cut": content[:-100], "flipped": content, "empty": b""}[damage])
+    counting = Counting(monkeypatch)
+    again = Reader(backbone, device=CPU).read(source)
+    assert counting.runs == 1
+    assert torch.equal(again.vectors, right.vectors)
+    Reader(backbone, device=CPU).read(source)  # and it is whole again
+    assert counting.runs == 1
+
+
+def test_a_store_that_can_not_be_written_costs_nothing_but_a_warning(
+    backbone: EncoderFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.warns(UserWarning, match="not kept"):
+        found = Reader(backbone, device=CPU).read(shapes_source("train", 5))
+    assert len(found.vectors) == 5
+
+
+# ----------------------------------------------------------------------------------------------------- many processes
+
+WORKER = """
+import sys, torch
+from pathlib import Path
+from patchmix import distributed
+from patchmix.evaluate import features
+from patchmix.evaluate.labelled import open_labelled
+from patchmix.evaluate.stored import Reader
+from patchmix.interop.encoder_file import EncoderFile
+features.GATHERED_ROWS = 3
+device, folder = torch.device("cpu"), Path(sys.argv[1])
+with distributed.process_group(device):
+    reader = Reader(EncoderFile.load(folder / "encoder.safetensors"), device=device, batch_size=2, cache=False)
+    for case in ("odd", "bad"):
+        found = reader.read(open_labelled(folder / case).train)
+        torch.save([found.vectors, found.labels, found.indices], folder / f"{case}-{distributed.rank()}.pt")
+"""
+
+
+def test_two_processes_find_what_one_finds(backbone: EncoderFile, class_folder: Path, tmp_path: Path) -> None:
+    """An odd number of images, and one that can't be decoded: parts of different lengths, nothing lost or doubled."""
+    for case in ("odd", "bad"):
+        shutil.copytree(class_folder, tmp_path / case)
+    (tmp_path / "odd" / "class0" / "0.png").unlink()
+    (tmp_path / "bad" / "class0" / "0.png").write_bytes(b"no image")
+    backbone.save(tmp_path / "encoder.safetensors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    processes = [subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank)}) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    for case in ("odd", "bad"):
+        alone = Reader(backbone, device=CPU, cache=False).read(open_labelled(tmp_path / case).train)
+        assert len(alone.vectors) == 11
+        for rank in range(2):
+            vectors, labels, indices = torch.load(tmp_path / f"{case}-{rank}.pt", weights_only=True)
+            torch.testing.assert_close(vectors, alone.vectors)
+            assert torch.equal(labels, alone.labels)
+            assert torch.equal(indices, alone.indices)
+
+
+# ------------------------------------------------------------------------------------------------------ labelled data
+
+
+def test_a_subset_is_spread_evenly() -> None:
+    source = shapes_source("train", 100)
+    subset = Subset(source, 5)
+    assert subset.positions.tolist() == [0, 25, 50, 74, 99]
+    assert subset.labels is not None and subset.labels.tolist() == [0, 5, 0, 4, 9]
+    assert np.array_equal(subset.load(1), source.load(25))
+    assert len(Subset(source, 1000)) == 100
+
+
+def test_held_out_images_are_a_share_of_each_class() -> None:
+    labels = np.array([0] * 50 + [1] * 10 + [2] * 3 + [3])
+    held = held_out(labels, 0.2)
+    assert np.bincount(labels[held], minlength=4).tolist() == [10, 2, 1, 0]  # a class keeps at least one
+    assert np.array_equal(held, held_out(labels, 0.2))
+    with pytest.raises(ValueError, match="every class has one"):
+        held_out(np.arange(4), 0.2)
+
+
+def test_without_a_test_split_a_fifth_is_held_out(class_folder: Path) -> None:
+    labelled = open_labelled(class_folder).with_test()
+    assert labelled.test is not None
+    assert (len(labelled.train), len(labelled.test)) == (9, 3)
+    names = [{part.key(i) for i in range(len(part))} for part in (labelled.train, labelled.test)]
+    assert not names[0] & names[1]
+
+
+def test_missing_labels_are_named(class_folder: Path) -> None:
+    flat = class_folder / "class0"
+    with pytest.raises(ValueError, match=r"has no labels, which evaluation needs; put the images into one sub-folder"):
+        open_labelled(flat)
+    (class_folder / "class1").rename(class_folder.parent / "away1")
+    (class_folder / "class2").rename(class_folder.parent / "away2")
+    with pytest.raises(ValueError, match="has one class only"):
+        open_labelled(class_folder)
+    with pytest.raises(ValueError, match="neither a name nor a path"):
+        open_labelled("no-such-data")
