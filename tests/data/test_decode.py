@@ -186,12 +186,13 @@ def test_a_file_too_large_is_refused_before_it_is_decoded() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_a_truncated_file_is_an_error(kind: str) -> None:
+def test_a_truncated_file_is_an_error(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     data = encode(Image.fromarray(noise), kind)
     for keep in (0, 5, 30, len(data) // 2, len(data) - 40):
         with pytest.raises(DecodeError, match="cut: "):
             decode(data[:keep], "cut")
+    assert capfd.readouterr().err == ""
 
 
 def test_what_is_no_image_is_an_error() -> None:

@@ -127,6 +127,14 @@ class TestWorkers:
             time.sleep(0.05)
         assert not multiprocessing.active_children()
 
+    def test_they_leave_ctrl_c_to_the_main_process(self) -> None:
+        batches = loader(workers=1).batches()
+        next(batches)
+        (worker,) = multiprocessing.active_children()
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGINT)
+        assert len(take(batches, 20)) == 20
+
     def test_an_error_in_a_worker_arrives(self) -> None:
         broken = numbered(24, bad=tuple(range(24)))
         with pytest.raises(ValueError, match="100 random images of numbers in a row cannot be decoded") as caught:

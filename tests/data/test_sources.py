@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,7 +155,8 @@ class TestCifar:
         with pytest.raises(ValueError, match="cifar-10-batches-py' is incomplete or damaged"):
             open_source("cifar10")
 
-    def test_a_local_copy_is_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_a_local_copy_is_read(self, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
         from torchvision.datasets import CIFAR10
 
         images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
@@ -173,6 +176,12 @@ class TestCifar:
         monkeypatch.setattr(CIFAR10, "train_list", [["one", sums["one"]]])
         monkeypatch.setattr(CIFAR10, "test_list", [["two", sums["two"]]])
         monkeypatch.setattr(CIFAR10, "meta", {"filename": "meta", "key": "label_names", "md5": sums["meta"]})
+        if packed:
+            archive = Path("data") / "cifar-10-python.tar.gz"
+            with tarfile.open(archive, "w:gz") as file:
+                file.add(folder, folder.name)
+            shutil.rmtree(folder)
+            monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
         source = open_source("cifar10")
         assert source.labels is not None
         assert source.labels.tolist() == [3, 1, 0, 2]

@@ -143,7 +143,7 @@ def _webp_header(data: bytes) -> Header | None:
 
 
 def _is_complete(data: bytes) -> bool:
-    """Whether the file's end is there: OpenCV fills what is missing with grey and says nothing, Pillow raises."""
+    """Whether the file's end is there. If not, Pillow says what is wrong, where OpenCV prints to stderr on its own."""
     if data[:2] == b"\xff\xd8":
         return data.rstrip(b"\0")[-2:] == b"\xff\xd9"
     if data[:4] == b"RIFF":

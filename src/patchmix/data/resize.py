@@ -1,6 +1,6 @@
 """Bicubic resizing with antialiasing, as Pillow and torchvision mean it (a = -0.5), on uint8 (H, W, 3).
 
-Two ways to the same pixels, within rounding. Below 40 pixels a call's fixed costs rule, and two small matrix products
+Two ways to the same pixels, within rounding. Up to 38 pixels a call's fixed costs rule, and two small matrix products
 with cached weights are twice as fast; above, torch's uint8 kernel is. (OpenCV's cubic has a = -0.75 and no
 antialiasing.)
 """
@@ -18,7 +18,10 @@ from patchmix.data.decode import Pixels
 
 Matrix = npt.NDArray[np.float32]
 
-_SMALL = 40  # measured: to 32 px 12 against 22 µs, to 48 px 27 against 25 µs
+_SMALL = 38  # measured: to 32 px 12 against 22 µs, to 48 px 27 against 25 µs
+# OpenBLAS may start threads for products of more than 2^18 (older versions) multiplications, here 9 per unit; in many
+# workers at once that would be slow.
+_ONE_THREAD = 2**18 // 9
 _ZERO, _WHITE = np.float32(0), np.float32(255)
 
 
@@ -39,7 +42,16 @@ def resize(image: Pixels, height: int, width: int) -> Pixels:
 
 
 def _resize_small(image: Pixels, rows: int, columns: int, height: int, width: int) -> Pixels:
-    across: Any = image.reshape(rows, columns * 3).astype(np.float32) @ _across_weights(columns, width)
+    pixels = image.reshape(rows, columns * 3).astype(np.float32)
+    weights = _across_weights(columns, width)
+    across: Any
+    if rows * columns * width <= _ONE_THREAD:
+        across = pixels @ weights
+    else:
+        across = np.empty((rows, width * 3), np.float32)
+        half = rows // 2
+        np.matmul(pixels[:half], weights, out=across[:half])
+        np.matmul(pixels[half:], weights, out=across[half:])
     # Pillow clips between its two passes too; without this, overshoot at hard edges would differ visibly.
     np.maximum(across, _ZERO, out=across)
     np.minimum(across, _WHITE, out=across)
