@@ -16,7 +16,7 @@ class Method(nn.Module):
     """
 
     encoder: nn.Module  # what is evaluated, exported, shipped
-    generator: torch.Generator  # the method's own randomness; re-seeded each step from (seed, step, rank)
+    generator: torch.Generator  # the method's own randomness; re-seeded before each pass from (seed, pass, rank)
     scalars: dict[str, float]  # numbers beside the losses that are worth a curve: momentum, temperature
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,13 +68,16 @@ class Checkpoints:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The saved state, on the CPU. Never runs code from the file."""
+    if not path.is_file():
+        raise ValueError(f"there is no checkpoint {path}")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a checkpoint, or an incomplete one")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"checkpoint {path} holds more than tensors and plain data, so it is not read") from error
-    except (RuntimeError, EOFError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"checkpoint {path} can't be read ({reason}); is it complete?") from error
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"checkpoint {path} can't be read ({str(error).splitlines()[0]})") from error
     if not isinstance(state, dict) or "step" not in state or "method" not in state:
         raise ValueError(f"{path} is not a patchmix checkpoint: it has no 'step' and 'method'")
     return state

@@ -28,6 +28,7 @@ class RunLog:
         self._progress: Progress | None = None
         if folder is None:
             return
+        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         forget_after(self.path, step)
         self._file = self.path.open("a", encoding="utf-8")

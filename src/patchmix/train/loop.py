@@ -130,8 +130,7 @@ def train(
         last_saved = time.monotonic()
         progress = clock.progress(step, device)
         while progress < 1.0:
-            # ---------------------------------------------------------------------------------------- randomness, μ
-            seed_step(plan.seed, step, method.generator)
+            # -------------------------------------------------------------------------------------------- schedules
             method.before_step(progress)
             lr, weight_decay = plan.lr(progress), plan.weight_decay(progress)
             set_hyperparameters(optimizer, lr=lr, weight_decay=weight_decay)
@@ -142,6 +141,7 @@ def train(
                     batch = next(batches)
                 if batch.bad:
                     on_bad_sample(batch.bad)
+                seed_pass(plan.seed, step * plan.accumulate + micro, method.generator)
                 last_micro = micro == plan.accumulate - 1
                 with _no_sync(wrapped, not last_micro):
                     with torch.autocast(device.type, dtype=plan.autocast, enabled=plan.autocast is not None):
@@ -306,9 +306,12 @@ class LossWatch:
 # --------------------------------------------------------------------------------------------- steps of the loop
 
 
-def seed_step(seed: int, step: int, generator: torch.Generator) -> None:
-    """Every random number of a step follows from (seed, step, rank): a resumed run draws what the first one drew."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + distributed.rank() * 0x94D049BB133111EB) % 2**63
+def seed_pass(seed: int, number: int, generator: torch.Generator) -> None:
+    """Every random number of a forward pass follows from (seed, number of the pass, rank).
+
+    A resumed run draws what the first one drew, and nothing but the pass itself can disturb its random numbers.
+    """
+    mixed = (seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9 + distributed.rank() * 0x94D049BB133111EB) % 2**63
     torch.manual_seed(mixed)
     generator.manual_seed(mixed ^ 0x5851F42D4C957F2D)
 

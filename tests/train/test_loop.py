@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from patchmix.methods.method import Method
+from patchmix.schedules import Cosine, WarmupCosine
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
+from patchmix.train.log import RunLog, read_metrics
+from patchmix.train.loop import Clock, NonFiniteLoss, Plan, train
+from patchmix.train.optimizer import build_optimizer
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    bad: tuple[str, ...] = ()
+
+    def to(self, device: torch.device) -> Batch:
+        return self
+
+
+@dataclass
+class Numbers:
+    """Batches whose content follows from their position."""
+
+    steps_per_epoch: int = 4
+    accumulate: int = 1
+    seconds: float = 0.0
+    asked: list[int] = field(default_factory=list)
+
+    def batches(self, start_step: int = 0) -> Iterator[Batch]:
+        position = start_step * self.accumulate
+        while True:
+            time.sleep(self.seconds)
+            self.asked.append(position)
+            yield Batch(torch.randn(8, 3, generator=torch.Generator().manual_seed(position)))
+            position += 1
+
+
+class Toy(Method):
+    def __init__(self, poison_at: int = -1) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 2)
+        self.calls: list[tuple[str, float]] = []
+        self.poison_at, self.steps = poison_at, 0
+
+    def before_step(self, progress: float) -> None:
+        self.calls.append(("before", progress))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        noise = torch.rand((), generator=self.generator) + torch.rand(())
+        value = (self.encoder(x) ** 2).mean() * (1 + noise)
+        if self.steps == self.poison_at:
+            value = value * math.nan
+        self.steps += 1
+        return {"loss": value, "part": value.detach(), "steady": torch.tensor(1.0)}
+
+    def after_step(self, progress: float) -> None:
+        self.calls.append(("after", progress))
+
+
+def plan(**changes: object) -> Plan:
+    settings: dict[str, object] = {"epochs": 3, "batch_size": 8, "log_every": 1, "monitor_every": 0.0}
+    return Plan(lr=WarmupCosine(0.1, 0.0, 0.1), weight_decay=Cosine(0.0, 0.1), **(settings | changes))  # type: ignore[arg-type]
+
+
+def run(method: Method, folder: Path, loader: Numbers | None = None, **changes: object) -> list[dict]:
+    evaluators = changes.pop("evaluators", ())
+    resume_from = changes.pop("resume_from", None)
+    log = RunLog(folder, step=resume_from["step"] if resume_from else 0)
+    try:
+        train(
+            method,
+            loader or Numbers(),
+            plan(**changes),
+            optimizer=build_optimizer(method),
+            device=torch.device("cpu"),
+            prepare=lambda batch: batch.x,
+            log=log,
+            checkpoints=Checkpoints(folder / "checkpoints"),
+            resume_from=resume_from,
+            evaluators=evaluators,
+        )
+    finally:
+        log.close()
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def test_steps_and_progress(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    method = Toy()
+    rows = run(method, tmp_path)
+    assert [r["step"] for r in rows] == list(range(1, 13))
+    befores = [p for name, p in method.calls if name == "before"]
+    assert befores == [i / 12 for i in range(12)]
+    assert [name for name, _ in method.calls] == ["before", "after"] * 12
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert load_checkpoint(tmp_path / "checkpoints" / "last")["step"] == 12
+
+
+def test_the_loss_that_is_not_finite_is_named_and_the_last_good_checkpoint_kept(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteLoss, match="step 6: part is nan"):
+        run(Toy(poison_at=6), tmp_path)
+    state = load_checkpoint(tmp_path / "checkpoints" / "last")
+    assert state["step"] == 4  # the end of the first epoch
+    assert all(torch.isfinite(t).all() for t in state["method"].values())
+
+
+def test_accumulation_equals_the_large_batch_where_terms_are_independent(tmp_path: Path) -> None:
+    class Mean(Method):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"loss": (self.encoder(x) ** 2).mean()}
+
+    class Joined(Numbers):
+        def batches(self, start_step: int = 0) -> Iterator[Batch]:
+            parts = Numbers().batches()
+            while True:
+                yield Batch(torch.cat([next(parts).x, next(parts).x]))
+
+    methods = []
+    for name, loader, accumulate in (("one", Joined(), 1), ("two", Numbers(accumulate=2), 2)):
+        torch.manual_seed(1)
+        methods.append(Mean())
+        run(methods[-1], tmp_path / name, loader, accumulate=accumulate)
+    torch.testing.assert_close(methods[0].encoder.weight, methods[1].encoder.weight)
+
+
+def test_clipping_bounds_the_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = []
+    step = torch.optim.AdamW.step
+
+    def spy(self, *args, **kwargs):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norms.append(torch.stack([g.norm() for g in grads]).norm().item())
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    run(Toy(), tmp_path / "a", clip_grad=1e-3)
+    assert max(norms) <= 1e-3 * (1 + 1e-4)
+    norms.clear()
+    run(Toy(), tmp_path / "b")
+    assert max(norms) > 1e-3
+
+
+def test_a_budget_ends_on_time_with_the_schedule_completed(tmp_path: Path) -> None:
+    began = time.monotonic()
+    rows = run(Toy(), tmp_path, Numbers(seconds=0.02), budget_seconds=1.5, epochs=1000)
+    assert time.monotonic() - began < 5.0
+    assert rows[-1]["progress"] == 1.0
+    assert rows[-1]["seconds"] <= 1.6
+    assert rows[-1]["lr"] < 0.1 * max(r["lr"] for r in rows)
+    progress = [r["progress"] for r in rows]
+    assert progress == sorted(progress)
+
+
+def test_a_budget_leaves_room_for_the_last_evaluation() -> None:
+    clock = Clock(plan(budget_seconds=100.0), 4, spent_before=85.0)
+    cpu = torch.device("cpu")
+    assert clock.progress(0, cpu) == pytest.approx(0.85, abs=0.01)
+    clock.reserve = 10.0
+    assert clock.progress(1, cpu) == pytest.approx(85 / 90, abs=0.01)
+
+
+def test_time_spent_before_a_resume_counts() -> None:
+    clock = Clock(plan(budget_seconds=100.0), 4, spent_before=100.0)
+    assert clock.progress(7, torch.device("cpu")) == 1.0
+
+
+def test_evaluators_run_at_the_start_in_between_and_at_the_end(tmp_path: Path) -> None:
+    modes = []
+
+    def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+        modes.append((encoder.training, torch.is_grad_enabled()))
+        yield "value", float(len(modes))
+
+    method = Toy()
+    rows = run(method, tmp_path, monitor_every=1.0, evaluators=[evaluate])
+    assert [(r["step"], r["value"]) for r in rows if r["kind"] == "monitor"] == [
+        (0, 1.0),
+        (4, 2.0),
+        (8, 3.0),
+        (12, 4.0),
+    ]
+    assert modes == [(False, False)] * 4
+    assert method.encoder.training
+
+
+def test_collapse_is_said_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(Toy(), tmp_path, evaluators=[lambda encoder: iter([("rank", 1.2), ("mean_cosine", 0.4)])])
+    assert "warning: the representation is collapsing: effective rank 1.2" in capsys.readouterr().out
+
+
+def test_resume_replays_nothing_and_forgets_what_was_logged_after_the_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    whole = run(Toy(), tmp_path / "whole")
+
+    torch.manual_seed(3)
+    with pytest.raises(NonFiniteLoss):
+        run(Toy(poison_at=10), tmp_path / "cut")
+    state = load_checkpoint(tmp_path / "cut" / "checkpoints" / "last")
+    assert state["step"] == 8
+    assert len(read_metrics(tmp_path / "cut" / "metrics.jsonl")) == 10
+    loader = Numbers()
+    rows = run(Toy(), tmp_path / "cut", loader, resume_from=state)
+    assert loader.asked[0] == 8
+    keep = ("step", "loss", "lr")
+    assert [[r[k] for k in keep] for r in rows] == [[r[k] for k in keep] for r in whole]

@@ -1,0 +1,168 @@
+"""Schedules, optimiser, checkpoints, log and monitor, one by one."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from patchmix.schedules import WarmupCosine
+from patchmix.train.checkpoint import Checkpoints, atomic_write, load_checkpoint, write_text
+from patchmix.train.log import RunLog, forget_after, read_metrics
+from patchmix.train.monitor import collapse_warning, effective_rank, health
+from patchmix.train.optimizer import build_optimizer, set_hyperparameters
+
+
+def test_warm_up_rises_to_the_peak_and_the_cosine_ends_at_the_end() -> None:
+    schedule = WarmupCosine(1.0, 0.1, warmup=0.2)
+    assert schedule(0.0) == 0.0
+    assert schedule(0.1) == pytest.approx(0.5)
+    assert schedule(0.2) == pytest.approx(1.0)
+    assert schedule(0.6) == pytest.approx(0.55)
+    assert schedule(1.0) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 500])
+@pytest.mark.parametrize("warmup_steps", [0, 1, 2])
+def test_runs_of_any_length_have_a_schedule(total: int, warmup_steps: int) -> None:
+    """Runs shorter than their warm-up crash elsewhere."""
+    warmup = min(warmup_steps, total - 1) / total
+    schedule = WarmupCosine(1.0, 0.0, warmup=warmup, step=1 / total)
+    values = [schedule(i / total) for i in range(total)]
+    assert all(math.isfinite(v) and 0.0 <= v <= 1.0 for v in values)
+
+
+def test_decay_is_for_matrices_only() -> None:
+    module = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(2)})
+    module.pos_embed = nn.Parameter(torch.zeros(1, 4, 2))
+    module.frozen = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+    optimizer = build_optimizer(module)
+    names = {id(p): name for name, p in module.named_parameters()}
+    groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    assert groups == [{"linear.weight", "pos_embed"}, {"linear.bias", "norm.weight", "norm.bias"}]
+    set_hyperparameters(optimizer, lr=0.3, weight_decay=0.2)
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.3, 0.2), (0.3, 0.0)]
+    assert optimizer.defaults["fused"]
+
+
+def test_checkpoints_keep_the_newest_and_last_points_to_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.last is None
+    for step in (5, 10, 15):
+        checkpoints.save({"step": step, "method": {"w": torch.full((2,), float(step))}}, step)
+    assert sorted(p.name for p in tmp_path.glob("step-*.pt")) == ["step-000000010.pt", "step-000000015.pt"]
+    assert load_checkpoint(tmp_path / "last")["step"] == 15
+    assert checkpoints.last == tmp_path / "step-000000015.pt"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+
+    def fail() -> None:
+        with atomic_write(path) as file:
+            file.write(b"half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("this must never run",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a checkpoint"),
+        (b"hello, I am text", "is not a checkpoint"),
+        (pickle.dumps({"step": Evil()}), "is not a checkpoint"),
+    ],
+)
+def test_bad_checkpoints_are_refused_in_one_line(
+    tmp_path: Path, content: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_checkpoint(path)
+    assert "\n" not in str(error.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_truncated_checkpoint_and_a_foreign_one(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.pt"
+    torch.save({"step": 1, "method": {"w": torch.randn(1000)}}, whole)
+    (tmp_path / "half.pt").write_bytes(whole.read_bytes()[:2000])
+    with pytest.raises(ValueError, match="incomplete"):
+        load_checkpoint(tmp_path / "half.pt")
+    torch.save({"step": Evil(), "method": {}}, tmp_path / "evil.pt")
+    with pytest.raises(ValueError, match="holds more than tensors"):
+        load_checkpoint(tmp_path / "evil.pt")
+    torch.save({"state_dict": {}}, tmp_path / "foreign.pt")
+    with pytest.raises(ValueError, match="is not a patchmix checkpoint"):
+        load_checkpoint(tmp_path / "foreign.pt")
+
+
+def test_metrics_survive_a_cut_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n{"kind": "tra')
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+    forget_after(path, 1)
+    assert path.read_text() == '{"kind": "train", "step": 1}\n'
+
+
+def test_log_writes_json_lines_and_tensorboard(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.record("train", 3, {"loss": 1.5, "odd": math.nan})
+    log.close()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row == {"kind": "train", "step": 3, "loss": 1.5, "odd": None}
+    assert list(tmp_path.glob("events*"))
+
+
+def test_a_silent_log_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(None)
+    log.record("train", 1, {"loss": 1.0})
+    log.say("nothing")
+    log.show_progress(0.5, "nothing")
+    log.close()
+    assert capsys.readouterr().out == ""
+
+
+def test_health_of_known_features() -> None:
+    axes = dict(health(torch.eye(6).repeat(10, 1)))
+    assert axes["rank"] == pytest.approx(6.0, rel=1e-6)
+    same = dict(health(torch.ones(20, 4)))
+    assert same["rank"] == pytest.approx(1.0, abs=1e-6)
+    assert same["mean_cosine"] == pytest.approx(1.0)
+    assert same["feature_std"] == 0.0
+
+
+def test_mean_cosine_against_all_pairs() -> None:
+    features = torch.randn(30, 5) + 0.5
+    unit = nn.functional.normalize(features.double(), dim=1)
+    pairs = [float(unit[i] @ unit[j]) for i in range(30) for j in range(30) if i != j]
+    assert dict(health(features))["mean_cosine"] == pytest.approx(sum(pairs) / len(pairs))
+
+
+def test_effective_rank_is_the_exponential_of_an_entropy() -> None:
+    features = torch.diag(torch.tensor([3.0, 1.0]))
+    expected = math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert effective_rank(features) == pytest.approx(expected, rel=1e-6)
+
+
+def test_collapse_warning() -> None:
+    assert collapse_warning({"rank": 40.0, "mean_cosine": 0.3}) is None
+    assert "rank 1.1" in str(collapse_warning({"rank": 1.1, "mean_cosine": 0.3}))
+    assert "mean cosine 0.999" in str(collapse_warning({"rank": 30.0, "mean_cosine": 0.999}))

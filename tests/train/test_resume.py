@@ -1,0 +1,117 @@
+"""A killed run, resumed, ends with exactly the weights and losses of one that was left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
+from patchmix.train.log import read_metrics
+
+EPOCHS, STEPS = 2, 32  # 512 images in batches of 32
+TINY = [
+    *("--recipe", "demo", "--model", "vit_tiny_patch8_32", "--epochs", str(EPOCHS), "--batch-size", "32"),
+    *("--set", "model.dim=24", "--set", "model.depth=2", "--set", "model.drop_path=0.2"),
+    *("--set", "method.head_hidden=32", "--set", "method.head_out=16", "--set", "method.num_mix=[2,3]"),
+    *("--set", "runtime.monitor_bank=64", "--set", "runtime.monitor_queries=32", "--set", "runtime.monitor_every=1"),
+    *("--set", "runtime.log_every=1", "--set", "runtime.checkpoint_epochs=0.25"),
+]
+
+
+def start(out: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "patchmix", "pretrain", "shapes:512", "--out", str(out), *TINY, *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
+    metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        if metrics.exists() and any(row["step"] >= step for row in read_metrics(metrics)):
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def losses(out: Path) -> list[tuple[int, float, float]]:
+    return [(r["step"], r["loss"], r["lr"]) for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "train"]
+
+
+def assert_same(a: Path, b: Path) -> None:
+    left, right = (load_file(run / "encoder.safetensors") for run in (a, b))
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+    states = [load_checkpoint(run / "checkpoints" / "last") for run in (a, b)]
+    for name, tensor in states[0]["method"].items():  # the momentum encoder and the heads, too
+        assert torch.equal(tensor, states[1]["method"][name]), name
+    assert losses(a) == losses(b)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    finish(start(out, "--workers", "0"))
+    assert [step for step, _, _ in losses(out)] == list(range(1, STEPS + 1))
+    return out
+
+
+@pytest.mark.parametrize(("kill_at", "workers"), [(5, 0), (13, 2), (27, 0), (5, 2), (13, 0), (27, 2)])
+def test_kill_and_resume(undisturbed: Path, tmp_path: Path, kill_at: int, workers: int) -> None:
+    out = tmp_path / "run"
+    process = start(out, "--workers", str(workers))
+    wait_for_step(process, out, kill_at)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    last = Checkpoints(out / "checkpoints").last
+    assert last is not None
+    assert 0 < load_checkpoint(last)["step"] < STEPS
+    assert not (out / "encoder.safetensors").exists()
+    output = finish(start(out, "--workers", str(workers), "--resume", "auto"))
+    assert "continuing at step" in output
+    assert_same(undisturbed, out)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signals_write_a_checkpoint_and_end_the_run(undisturbed: Path, tmp_path: Path, signum: signal.Signals) -> None:
+    out = tmp_path / "run"
+    process = start(out, "--workers", "1")
+    wait_for_step(process, out, 6)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    assert "its checkpoint is written" in output
+    assert "Traceback" not in output
+    stopped_at = load_checkpoint(out / "checkpoints" / "last")["step"]
+    assert stopped_at == losses(out)[-1][0]
+    finish(start(out, "--workers", "1", "--resume", "auto"))
+    assert_same(undisturbed, out)
+
+
+def test_refusals(undisturbed: Path, tmp_path: Path) -> None:
+    again = start(undisturbed, "--workers", "0")
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 2
+    assert "already holds a run; continue it with --resume auto" in output
+
+    changed = start(undisturbed, "--workers", "0", "--resume", "auto", "--set", "optim.base_lr=0.5")
+    output, _ = changed.communicate(timeout=60)
+    assert changed.returncode == 2
+    assert "optim.base_lr: 0.0015 → 0.5" in output
+    assert "Traceback" not in output
