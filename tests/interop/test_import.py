@@ -253,3 +253,11 @@ def test_our_own_file_comes_back_as_it_is(backbone, tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "encoder.safetensors", heads=3)
     with pytest.raises(ValueError, match="holds the base encoder alone"):
         import_checkpoint(tmp_path / "encoder.safetensors", encoder="momentum")
+
+
+def test_numbers_of_the_old_numpy_are_read(make_foreign, file: Path) -> None:
+    torch.save(make_foreign("dino").checkpoint, file, _use_new_zipfile_serialization=False)
+    content = file.read_bytes()
+    assert b"cnumpy._core.multiarray\nscalar" in content
+    file.write_bytes(content.replace(b"cnumpy._core.multiarray\nscalar", b"cnumpy.core.multiarray\nscalar"))
+    assert import_checkpoint(file).format == "dino"

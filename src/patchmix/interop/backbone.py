@@ -94,13 +94,22 @@ def load_backbone(
         path, unfinished = _file_in(path, encoder)
     else:
         unfinished = False
-        name = path.parent.name if path.name == "encoder.safetensors" and path.parent.name else path.stem
+        name = _name_of(path.absolute())
     file = import_checkpoint(path, format=format, encoder=encoder, heads=heads, image_size=image_size).file
     if encoder == "momentum":
         name += " (momentum)"
     if unfinished:
         name += f" (unfinished, step {file.origin.get('step')})"
     return Backbone(file, name)
+
+
+def _name_of(file: Path) -> str:
+    """A run's files are all called alike: the run says more."""
+    if file.name == "encoder.safetensors":
+        return file.parent.name
+    if file.parent.name == "checkpoints":
+        return f"{file.parent.parent.name}/{file.resolve().stem}"
+    return file.stem
 
 
 def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:

@@ -180,7 +180,7 @@ def _position_table(tensors: Mapping[str, Any]) -> Literal["row", "column"] | No
         return None
     positions = tensors[name][0].float()
     side, dim = round((len(positions) - 1) ** 0.5), positions.shape[1]
-    if side < 2 or side**2 != len(positions) - 1 or dim % 4 or positions[0].any():
+    if side < 2 or side**2 != len(positions) - 1 or dim % 4:
         return None
     for first in ("row", "column"):
         if torch.allclose(positions[1:], _sincos(side, dim, first=first), atol=1e-2):  # half precision stays below

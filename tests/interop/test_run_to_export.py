@@ -1,0 +1,56 @@
+"""A real run, from its first image to other programs: the encoder that was trained is the one that comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchmix.interop.backbone import load_backbone
+from patchmix.interop.exporting import export
+from patchmix.run import pretrain
+
+SETTINGS = [
+    *("model.dim=24", "model.depth=2", "method.head_hidden=16", "method.head_out=8", "method.num_mix=2"),
+    *("runtime.monitor_bank=32", "runtime.monitor_queries=16", "views.mean=[0.4, 0.5, 0.6]"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "tiny"
+    pretrain(
+        "shapes:64",
+        out,
+        recipe="demo",
+        model="vit_tiny_patch8_32",
+        epochs=1,
+        batch_size=32,
+        workers=0,
+        device="cpu",
+        settings=SETTINGS,
+    )
+    return out
+
+
+def test_run_checkpoint_and_export_agree(run: Path, tmp_path: Path) -> None:
+    images = torch.rand(4, 3, 32, 32)
+    finished = load_backbone(run)
+    features = finished.embed(images)
+    assert finished.name == "tiny" and finished.file.mean == (0.4, 0.5, 0.6)
+
+    checkpoint = load_backbone(run / "checkpoints" / "last")
+    assert checkpoint.name == "tiny/step-000000002"
+    assert checkpoint.file.digest() == finished.file.digest()
+    assert checkpoint.file.architecture == finished.file.architecture and checkpoint.file.mean == finished.file.mean
+    momentum = load_backbone(run, encoder="momentum").embed(images)
+    assert 1e-6 < (momentum - features).abs().max() < 1  # two steps behind
+
+    scope: dict[str, object] = {}
+    exec(export(finished, tmp_path / "hub", "huggingface").usage, scope)
+    model = scope["model"]
+    assert isinstance(model, torch.nn.Module)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (finished.file.mean, finished.file.std))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()((images - mean) / std), features, atol=1e-5, rtol=0)
