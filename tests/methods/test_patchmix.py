@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from patchmix.methods.patchmix import PatchMixMethod
+from patchmix.mixing.patchmix import share
+from patchmix.nn.vit import create_encoder
+from tests.oracles import losses as oracle
+
+
+def make(**options: object) -> PatchMixMethod:
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2)
+    return PatchMixMethod(encoder, **({"head_hidden": 32, "head_out": 16} | options))  # type: ignore[arg-type]
+
+
+def views(n: int = 6, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, 3, 16, 16, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5])
+@pytest.mark.parametrize("mixed_query", [1, 2])
+def test_the_whole_objective_against_algorithm_2_and_the_double_sums(m: int, mixed_query: int) -> None:
+    method = make(num_mix=m, mixed_query=mixed_query).train()
+    x1, x2 = views()
+    method.generator.manual_seed(7)
+    out = method([x1, x2])
+
+    method.generator.manual_seed(7)
+    a, b = (x1, x2) if mixed_query == 1 else (x2, x1)
+    mix_a, mix_b = method.mix(a), method.mix(b)
+    with torch.no_grad():
+        f, g, h = method.encoder, method.projector, method.predictor
+        xi_f, xi_g = method.momentum_copy.network  # type: ignore[union-attr, misc]
+        h_mix, h_b = h(g(f(mix_a.images))), h(g(f(b)))
+        z_a, z_b, z_mix = xi_g(xi_f(a)), xi_g(xi_f(b)), xi_g(xi_f(mix_b.images))
+    tau = method.temperature
+    expected = {
+        "oto": oracle.origin_to_origin(h_b, z_a, tau),
+        "mto": oracle.mix_to_origin(h_mix, z_b, m, tau),
+        "mtm": oracle.mix_to_mix(h_mix, z_mix, m, tau),
+    }
+    for name, value in expected.items():
+        assert out[name].item() == pytest.approx(value, rel=1e-4), name
+    assert out["loss"].item() == pytest.approx(sum(expected.values()), rel=1e-4)
+
+
+def test_chance_and_floor_are_logged_for_every_term() -> None:
+    out = make(num_mix=3).train()(views(8))
+    assert out["oto/chance"].item() == pytest.approx(math.log(8))
+    assert out["mto/chance"].item() == pytest.approx(math.log(8))
+    assert out["mtm/chance"].item() == pytest.approx(3 * math.log(8))  # a row sums to M
+    assert out["oto/floor"].item() == pytest.approx(0.0, abs=1e-6)
+    assert out["mto/floor"].item() == pytest.approx(math.log(3), rel=1e-5)
+    weights = torch.tensor([1 / 3, 2 / 3, 1, 2 / 3, 1 / 3])
+    assert out["mtm/floor"].item() == pytest.approx(-(weights * torch.log(weights / 3)).sum().item(), rel=1e-5)
+
+
+def test_normalised_mix_to_mix_sums_to_one() -> None:
+    out = make(num_mix=3, normalize_mix_to_mix=True).train()(views(8))
+    assert out["mtm/chance"].item() == pytest.approx(math.log(8), rel=1e-5)
+
+
+def test_gradients_reach_the_online_network_only() -> None:
+    method = make().train()
+    method(views())["loss"].backward()
+    for name, parameter in method.named_parameters():
+        if name.startswith("momentum_copy"):
+            assert parameter.grad is None
+        else:
+            assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+
+
+def test_without_a_momentum_encoder_keys_come_from_the_base_without_gradient() -> None:
+    method = make(momentum_encoder=False).train()
+    assert method.momentum_copy is None
+    (keys,) = method.keys(views()[0])
+    assert not keys.requires_grad
+    torch.testing.assert_close(keys, method.projector(method.encoder(views()[0])).detach())
+    method(views())["loss"].backward()
+    method.after_step(0.5)
+
+
+def test_one_number_of_images_is_drawn_per_step_for_both_views() -> None:
+    method = make(num_mix=(2, 4)).train()
+    seen = set()
+    for i in range(12):
+        method.generator.manual_seed(i)
+        out = method(views(8))
+        m = round(math.exp(out["mto/floor"].item()))
+        seen.add(m)
+        assert out["mtm/chance"].item() == pytest.approx(m * math.log(8), rel=1e-4)
+    assert seen == {2, 4}
+
+
+@pytest.mark.parametrize(("stages", "progress", "expected"), [(0, 0.5, 0.998), (4, 0.49, None), (4, 0.5, 0.998)])
+def test_momentum_by_step_or_by_stage(stages: int, progress: float, expected: float | None) -> None:
+    method = make(momentum=0.996, momentum_stages=stages)
+    if expected is None:
+        assert method.momentum_at(progress) == method.momentum_at(0.25)
+    else:
+        assert method.momentum_at(progress) == pytest.approx(expected)
+    assert method.momentum_at(1.0) == 1.0
+
+
+@pytest.mark.parametrize("when", ["after_step", "before_keys"])
+def test_when_the_momentum_encoder_moves(when: str) -> None:
+    method = make(momentum_update=when, momentum=0.5)
+    with torch.no_grad():
+        method.encoder.norm.weight.add_(1.0)
+    moved = method.momentum_copy.network[0].norm.weight  # type: ignore[union-attr, index]
+    method.before_step(0.0)
+    assert moved.mean().item() == pytest.approx(1.5 if when == "before_keys" else 1.0)
+    method.after_step(0.0)
+    assert moved.mean().item() == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"momentum": 1.5}, "momentum is 1.5"),
+        ({"num_mix": 0}, "num_mix is 0"),
+    ],
+)
+def test_impossible_options(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+# ------------------------------------------------------------------------------------------------- several processes
+
+
+def _worker(rank: int, world: int, port_file: str, out: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=world)
+    method = make(num_mix=1).train()
+    parallel = torch.nn.parallel.DistributedDataParallel(method, broadcast_buffers=False)
+    result = parallel([x.chunk(world)[rank] for x in views(8)])
+    result["loss"].backward()
+    losses = torch.stack([result["loss"].detach(), result["mtm"].detach()])
+    torch.distributed.all_reduce(losses)
+    gradients = {name: p.grad for name, p in method.named_parameters() if p.grad is not None}
+    if rank == 0:
+        torch.save({"losses": losses / world, "gradients": gradients, "buffers": dict(method.named_buffers())}, out)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
+    """With M = 1; for M > 1 each process mixes within its own batch, so the mixes differ."""
+    mp.start_processes(
+        _worker, args=(2, str(tmp_path / "store"), str(tmp_path / "out.pt")), nprocs=2, start_method="spawn"
+    )
+    two = torch.load(tmp_path / "out.pt", weights_only=True)
+    method = make(num_mix=1).train()
+    result = method(views(8))
+    result["loss"].backward()
+    torch.testing.assert_close(
+        two["losses"], torch.stack([result["loss"], result["mtm"]]).detach(), atol=1e-5, rtol=1e-5
+    )
+    one = {name: p.grad for name, p in method.named_parameters() if p.grad is not None}
+    assert one.keys() == two["gradients"].keys()
+    for name, gradient in one.items():
+        scale = max(1.0, gradient.abs().max().item())
+        assert (gradient - two["gradients"][name]).abs().max() <= 1e-5 * scale, name
+    for name, buffer in method.named_buffers():
+        torch.testing.assert_close(buffer, two["buffers"][name], atol=1e-5, rtol=1e-5)
+
+
+def test_share_of_a_mixed_batch_is_what_the_objective_uses() -> None:
+    method = make(num_mix=4)
+    assert torch.equal(method.mix(views(6)[0]).share, share(6, 4))

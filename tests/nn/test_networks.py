@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from timm.layers.drop import DropPath
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from patchmix.nn.heads import BatchNorm, mlp_head
+from patchmix.nn.momentum import MomentumCopy
+from patchmix.nn.vit import create_encoder, initialize_as_mocov3, patch_size_of
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "exact"),
+    [
+        ("vit_tiny_patch2_32", 5.4, 5_390_784),
+        ("vit_small_patch2_32", 21.3, 21_398_400),
+        ("vit_base_patch2_32", 85.1, 85_264_128),
+        ("vit_small_patch16_224", 21.6, 21_665_664),
+        ("vit_base_patch16_224", 85.7, 85_798_656),
+    ],
+)
+def test_parameters_of_the_backbone_table(name: str, millions: float, exact: int) -> None:
+    """The table's last digit is now rounded, now cut, now without position embedding: all within 0.2 M."""
+    with torch.device("meta"):
+        encoder = create_encoder(name)
+    count = sum(p.numel() for p in encoder.parameters())
+    assert count == exact
+    assert abs(count / 1e6 - millions) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "image", "tokens"),
+    [
+        ("vit_tiny_patch2_32", {"dim": 24, "depth": 1, "heads": 2}, (3, 32, 32), 257),
+        ("vit_small_patch8_48", {"dim": 24, "depth": 1, "heads": 2}, (3, 48, 48), 37),
+        ("vit_tiny_patch16_224", {"dim": 24, "depth": 1, "image_size": 64, "in_chans": 1}, (1, 64, 64), 17),
+        ("vit_small_patch14_reg4_dinov2", {"dim": 24, "depth": 1, "heads": 2, "image_size": 28}, (3, 28, 28), 9),
+    ],
+)
+def test_shapes(name: str, options: dict, image: tuple[int, int, int], tokens: int) -> None:
+    encoder = create_encoder(name, **options)
+    assert isinstance(encoder, VisionTransformer)
+    assert encoder(torch.randn(2, *image)).shape == (2, 24)
+    assert encoder.forward_features(torch.randn(2, *image)).shape == (2, tokens, 24)
+
+
+def test_any_image_size_interpolates_positions_and_is_exact_at_the_native_size() -> None:
+    options = {"dim": 24, "depth": 1, "heads": 2}
+    fixed = create_encoder("vit_tiny_patch8_32", **options)
+    flexible = create_encoder("vit_tiny_patch8_32", **options, any_image_size=True)
+    flexible.load_state_dict(fixed.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(fixed(images), flexible(images))
+    assert flexible(torch.randn(2, 3, 48, 24)).shape == (2, 24)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("vit_smal_patch16_224", {}, "did you mean vit_small_patch16_224"),
+        ("resnet18", {}, "is a ResNet; PatchMix needs a ViT"),
+        ("vit_tiny_patch3_32", {}, "image size 32 is not a multiple of patch size 3"),
+        ("vit_tiny_patch8_32", {"dim": 64}, "dim 64 is not a multiple of its 3 heads; set model.heads too"),
+        ("vit_tiny_patch8_32", {"dim": 64, "heads": 5}, "dim 64 is not a multiple of 5 heads"),
+        ("vit_tiny_patch8_32", {"depth": 0}, "depth is 0"),
+    ],
+)
+def test_impossible_models_are_refused(name: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_encoder(name, **options)
+
+
+def test_initialisation() -> None:
+    encoder = create_encoder("vit_tiny_patch8_32", depth=2)
+    initialize_as_mocov3(encoder)
+    d = encoder.embed_dim
+    block = encoder.blocks[0]
+    for weight, fans in (
+        (block.attn.qkv.weight, 2 * d),  # three d × d matrices
+        (block.attn.proj.weight, 2 * d),
+        (block.mlp.fc1.weight, 5 * d),
+        (encoder.patch_embed.proj.weight, 3 * 8 * 8 + d),
+    ):
+        bound = math.sqrt(6 / fans)
+        assert weight.abs().max() <= bound
+        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+    for name, parameter in encoder.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+    assert 0 < encoder.cls_token.abs().max() < 1e-5
+    assert encoder.pos_embed.requires_grad
+    assert patch_size_of(encoder) == 8
+
+
+def test_heads_of_the_table() -> None:
+    projection, prediction = mlp_head(3, 384, 4096, 256), mlp_head(2, 256, 4096, 256)
+    layout = [(type(m).__name__, *(m.weight.shape if isinstance(m, nn.Linear) else ())) for m in projection]
+    assert layout == [
+        ("Linear", 4096, 384),
+        ("BatchNorm",),
+        ("ReLU",),
+        ("Linear", 4096, 4096),
+        ("BatchNorm",),
+        ("ReLU",),
+        ("Linear", 256, 4096),
+        ("BatchNorm",),
+    ]
+    assert [m.weight.shape for m in prediction if isinstance(m, nn.Linear)] == [(4096, 256), (256, 4096)]
+    for head in (projection, prediction):
+        assert all(m.bias is None for m in head if isinstance(m, nn.Linear))
+        norms = [m for m in head if isinstance(m, BatchNorm)]
+        assert [m.affine for m in norms] == [True] * (len(norms) - 1) + [False]
+
+
+def test_momentum_copy_follows_by_moving_average() -> None:
+    base = nn.ModuleList(
+        [create_encoder("vit_tiny_patch8_32", dim=24, depth=2, heads=2, drop_path=0.3), nn.Linear(2, 2)]
+    )
+    copy = MomentumCopy(base)
+    before = [p.clone() for p in copy.network.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, base.parameters(), strict=True))
+    assert not any(p.requires_grad for p in copy.parameters())
+    assert all(m.drop_prob == 0 for m in copy.modules() if isinstance(m, DropPath))
+    assert any(m.drop_prob > 0 for m in base.modules() if isinstance(m, DropPath))
+    with torch.no_grad():
+        for p in base.parameters():
+            p.add_(torch.randn_like(p))
+    copy.update(base, 0.9)
+    for xi, old, theta in zip(copy.network.parameters(), before, base.parameters(), strict=True):
+        torch.testing.assert_close(xi, 0.9 * old + 0.1 * theta)

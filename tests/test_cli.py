@@ -1,0 +1,129 @@
+"""The command line as a user meets it: one line for a mistake, exit codes, no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from patchmix.cli import main
+
+
+def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in args])
+    assert stop.value.code == code
+    error = capsys.readouterr().err
+    assert error.startswith("patchmix: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    return error
+
+
+TINY = [
+    *("--recipe", "demo", "--model", "vit_tiny_patch8_32", "--workers", "0", "--batch-size", "32"),
+    *(
+        "--set",
+        "model.dim=24",
+        "--set",
+        "model.depth=1",
+        "--set",
+        "method.head_hidden=32",
+        "--set",
+        "method.head_out=16",
+    ),
+    *("--set", "runtime.monitor_bank=64", "--set", "runtime.monitor_queries=32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere/at/all", "--out", "OUT"], "nowhere/at/all"),
+        (["cifar1O", "--out", "OUT"], "cifar10"),
+        (["shapes", "--out", "OUT", "--recipe", "papre"], "did you mean 'paper'"),
+        (["shapes", "--out", "OUT", "--model", "vit_smal_patch16_224"], "did you mean vit_small_patch16_224"),
+        (["shapes", "--out", "OUT", "--set", "optim.lr=1"], "unknown key in optim: 'lr'"),
+        (["shapes", "--out", "OUT", "--set", "method.tau=1"], "unknown option of method patchmix"),
+        (["shapes", "--out", "OUT", "--budget", "soon"], "write it as 45min"),
+        (["shapes:100", "--out", "OUT", "--recipe", "demo"], "fewer than the batch size"),
+        (["shapes", "--out", "OUT", "--recipe", "demo", "--resume", "OUT/none.pt"], "there is no checkpoint"),
+        (["shapes", "--out", "OUT", "--recipe", "demo", "--init-from", "OUT/none"], "can't be read"),
+        (["shapes", "--out", "OUT", "--recipe", "demo", "--device", "cuda"], "torch sees no GPU"),
+    ],
+)
+def test_mistakes_end_in_one_line(
+    args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "cuda" in args and __import__("torch").cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    args = [a.replace("OUT", str(tmp_path / "run")) for a in args]
+    assert message in fails(capsys, "pretrain", *args)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_an_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert "choose another --out" in fails(capsys, "pretrain", "shapes:64", "--out", tmp_path / "file" / "run", *TINY)
+
+
+def test_pretrain_leaves_a_complete_run_and_its_config_runs_again(tmp_path: Path) -> None:
+    import timm
+    import torch
+    from safetensors.torch import load_file
+
+    import patchmix
+    from patchmix.config import from_yaml
+    from patchmix.run import run_config
+
+    out = tmp_path / "run"
+    main(["pretrain", "shapes:64", "--out", str(out), "--epochs", "1", *TINY])
+    for name in ("config.yaml", "metrics.jsonl", "encoder.safetensors", "checkpoints/last"):
+        assert (out / name).exists(), name
+    assert list(out.glob("events*"))
+
+    encoder = patchmix.Run(out).backbone()
+    plain = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_classes=0)
+    plain.load_state_dict(load_file(out / "encoder.safetensors"))
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(plain.eval()(images), encoder(images))
+
+    again = run_config(from_yaml((out / "config.yaml").read_text()), tmp_path / "again")
+    left, right = load_file(out / "encoder.safetensors"), load_file(again.encoder_path)
+    assert all(torch.equal(left[k], right[k]) for k in left)
+
+    third = patchmix.pretrain(
+        "shapes:64", tmp_path / "third", recipe="demo", model="vit_tiny_patch8_32", epochs=1, batch_size=32, workers=0,
+        init_from=out, settings=[t for t in TINY if "=" in t],
+    )  # fmt: skip
+    assert third.encoder_path.exists()
+
+
+def test_init_from_a_model_of_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["pretrain", "shapes:64", "--out", str(tmp_path / "a"), "--epochs", "1", *TINY])
+    capsys.readouterr()
+    wider = [*TINY, "--set", "model.dim=48"]
+    error = fails(capsys, "pretrain", "shapes:64", "--out", tmp_path / "b", *wider, "--init-from", tmp_path / "a")
+    assert "do not fit the model" in error
+
+
+def test_recipes_lists_every_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["recipes"])
+    text = capsys.readouterr().out
+    for word in ("vit_tiny_patch2_32", "vit_base_patch16_224", "cifar100", "official", "demo", "77.4"):
+        assert word in text
+
+
+def test_help_needs_no_torch() -> None:
+    """`patchmix --help` must be quick: the heavy imports wait until a command runs."""
+    code = "import sys, patchmix.cli; assert not {'torch', 'timm', 'cv2'} & set(sys.modules), 'heavy imports'"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+def test_python_m_patchmix() -> None:
+    result = subprocess.run([sys.executable, "-m", "patchmix", "--help"], capture_output=True, text=True, check=True)
+    assert "pretrain" in result.stdout
