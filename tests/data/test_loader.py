@@ -147,6 +147,24 @@ class TestWorkers:
             next(loader(transform=None, workers=1).batches())
         assert not multiprocessing.active_children()
 
+    @pytest.mark.slow  # each worker imports torch anew
+    def test_spawned_ones_end_in_peace(self, tmp_path: Path) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import multiprocessing\n"
+            "from patchmix.data import Loader, Views, open_source, two_views\n"
+            "if __name__ == '__main__':\n"
+            "    multiprocessing.set_start_method('spawn')\n"
+            "    views = Views(two_views(128), seed=0)\n"
+            "    loader = Loader(open_source('shapes:256'), views, batch_size=64, seed=0, workers=2)\n"
+            "    for _ in range(2):\n"
+            "        batches = loader.batches()\n"
+            "        assert next(batches).views[0].shape == (64, 128, 128, 3)\n"
+            "        batches.close()\n"
+        )
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
     @pytest.mark.parametrize("end", ["exit", "interrupt", "kill"])
     def test_nothing_is_left_behind(self, end: str, tmp_path: Path) -> None:
         script = tmp_path / "script.py"

@@ -4,6 +4,8 @@ The order of an epoch is a pure function of (seed, epoch). A global batch is cut
 of processes and accumulation steps sees the same global batches, and a run can go on at any step.
 """
 
+import atexit
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -252,3 +254,6 @@ def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A spawned worker takes the interpreter down with it, while the thread that sends batches may be inside torch:
+    # that aborts the process, and the DataLoader raises. A forked one leaves this way anyhow.
+    atexit.register(os._exit, 0)
