@@ -83,18 +83,74 @@ def recipes() -> None:
     print_recipes()
 
 
-COMMANDS: dict[str, Any] = {"pretrain": pretrain, "recipes": recipes}
+def demo(out: File = None, budget: str = "3min") -> None:
+    """Pre-train a small ViT on generated images, judge it and draw pictures: minutes on a CPU, no data needed.
+
+    Args:
+        out: The run's folder; runs/demo-DATE-TIME if not given.
+        budget: How long to train.
+    """
+    from patchmix.demo import default_folder, demo
+
+    demo(out or default_folder(), budget=budget)
+
+
+def show_mix(
+    data: Positional[Annotated[str, arg(metavar="DATA")]],
+    /,
+    out: Path = Path("mix.png"),
+    num_mix: int = 3,
+    patch_size: int = 8,
+    size: int = 64,
+    images: int = 6,
+    seed: int = 0,
+) -> None:
+    """Draw originals and their mixes, every patch framed in the colour of its original.
+
+    Args:
+        data: As for pretrain.
+        out: A .png, .svg or .pdf; the target matrices go beside it, as NAME-targets.
+        num_mix: Images in a mix, M.
+        patch_size: Side of a patch in pixels of the picture.
+        size: Side of the centre crop that is shown.
+        images: How many images of DATA to take.
+        seed: Of the permutation.
+    """
+    from patchmix.report.pictures import show_mix
+
+    show_mix(data, out, num_mix=num_mix, patch_size=patch_size, size=size, images=images, seed=seed)
+
+
+def show_curves(runs: Positional[tuple[Path, ...]], /, out: Path = Path("curves.png")) -> None:
+    """Draw a run's losses between floor and chance, its kNN, rank and learning rate.
+
+    Args:
+        runs: One or more run folders; each gets a picture of its own.
+        out: A .png, .svg or .pdf; with several runs, NAME-RUN.
+    """
+    from patchmix.report.pictures import show_curves
+
+    show_curves(runs, out)
+
+
+def show() -> None:
+    """Draw figures: mix, curves."""
+    _dispatch(SHOW, ["--help"], "patchmix show", "Draw figures.")
+
+
+SHOW: dict[str, Any] = {"mix": show_mix, "curves": show_curves}
+COMMANDS: dict[str, Any] = {"pretrain": pretrain, "recipes": recipes, "demo": demo, "show": show}
 
 
 def main(args: list[str] | None = None) -> None:
     """Runs one command; a user's mistake ends in one line and exit code 2."""
+    args = sys.argv[1:] if args is None else args
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
-            prog="patchmix",
-            description="Self-supervised pre-training of Vision Transformers with PatchMix.",
-            args=args,
-        )
+        if args[:1] == ["show"]:
+            _dispatch(SHOW, args[1:], "patchmix show", "Draw figures.")
+        else:
+            summary = "Self-supervised pre-training of Vision Transformers with PatchMix."
+            _dispatch(COMMANDS, args, "patchmix", summary)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:
@@ -102,6 +158,10 @@ def main(args: list[str] | None = None) -> None:
         if code is None or os.environ.get("PATCHMIX_TRACEBACK"):
             raise
         _fail(str(error), code)
+
+
+def _dispatch(commands: dict[str, Any], args: list[str], prog: str, description: str) -> None:
+    tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=description, args=args)
 
 
 def _exit_code(error: Exception) -> int | None:
