@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from patchmix.config import Config, override, to_yaml
+from patchmix.evaluate.results import Result, append_result
+from patchmix.recipes import find_recipe
+from patchmix.study.compare import compare, paper_row, print_comparison
+
+
+def paper_config(data: str = "cifar10", epochs: float = 800.0, model: str = "vit_tiny_patch2_32") -> Config:
+    config = find_recipe("paper")(model, epochs=epochs)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=data))
+
+
+def result(protocol: str, top1: float, *, data: str = "cifar10", weights: str = "a" * 64) -> Result:
+    return Result(
+        protocol=protocol,
+        metrics={"top1": top1},
+        images=10_000,
+        data=data,
+        fingerprint="f",
+        encoder="vit_tiny_patch2_32",
+        weights=weights,
+    )
+
+
+def make_run(folder: Path, config: Config | None, *results: Result) -> Path:
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    for line in results:
+        append_result(folder, line)
+    return folder
+
+
+def test_results_stand_beside_the_papers_numbers(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", paper_config(), result("knn", 0.91), result("linear", 0.95), result("knn", 0.92))
+    (row,) = compare([run])
+    assert (row.recipe, row.model, row.pretrained_on, row.epochs) == ("paper", "vit_tiny_patch2_32", "cifar10", 800)
+    assert row.results["knn"].top1 == 0.92  # the latest
+    assert row.paper_accuracy("knn") == 0.929
+    assert row.paper_accuracy("linear") == 0.944
+    assert row.paper_accuracy("finetune") == 0.975
+    assert row.paper_accuracy("linear-fast") is None  # not the paper's protocol
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "train.epochs=10",
+        "optim.base_lr=1e-3",
+        "method.num_mix=2",
+        "model.heads=6",
+        "train.batch_size=256",
+        "recipe=demo",
+    ],
+)
+def test_another_training_has_no_number_of_the_papers(settings: str) -> None:
+    assert paper_row(override(paper_config(), [settings]), "cifar10") is None
+
+
+def test_what_does_not_change_the_training_may_differ() -> None:
+    config = override(paper_config("sets/cifar10"), ["train.seed=7", "runtime.workers=9", "train.accumulate=2"])
+    row = paper_row(config, "cifar10")
+    assert row is not None and row.knn == 92.9
+    assert paper_row(config, "cifar100") is None  # trained on one set and judged on another
+    assert paper_row(paper_config("cifar100"), "cifar100") is not None
+    longer = paper_row(paper_config(epochs=1600), "cifar10")
+    assert longer is not None and longer.knn == 93.5
+
+
+def test_weights_and_data_are_not_mixed_in_a_row(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "a",
+        paper_config(),
+        result("knn", 0.5, weights="b" * 64),
+        result("linear", 0.6),
+        result("knn", 0.7, data="cifar100"),
+    )
+    rows = compare([run])
+    assert [(row.data, row.weights and row.weights[0], sorted(row.results)) for row in rows] == [
+        ("cifar10", "b", ["knn"]),
+        ("cifar10", "a", ["linear"]),
+        ("cifar100", "a", ["knn"]),
+    ]
+
+
+def test_runs_without_results_and_results_without_a_run(tmp_path: Path) -> None:
+    trained = make_run(tmp_path / "trained", paper_config())
+    imported = make_run(tmp_path / "imported", None, result("knn", 0.8))
+    first, second = compare([trained, imported])
+    assert first.results == {} and first.paper is None
+    assert (second.recipe, second.model, second.paper) == (None, "vit_tiny_patch2_32", None)
+    with pytest.raises(ValueError, match="neither a run"):
+        compare([tmp_path / "nothing"])
+    with pytest.raises(ValueError, match="nothing to compare"):
+        compare([])
+
+
+def test_the_table(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", paper_config(), result("knn", 0.9134))
+    other = make_run(tmp_path / "b", None, result("linear-fast", 0.5))
+    stream = io.StringIO()
+    print_comparison(compare([run, other]), Console(file=stream, width=240))
+    text = stream.getvalue()
+    for wanted in ("91.34", "90.8 … 91.9", "paper 92.9", "linear (fast)", "50.00", "aaaaaaaa"):
+        assert wanted in text
+    assert "fine-tune" not in text  # nobody has one
