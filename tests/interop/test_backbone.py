@@ -121,9 +121,11 @@ def test_mistakes(tmp_path: Path) -> None:
 
 def test_random_timm_model_says_so_and_is_always_the_same() -> None:
     before = torch.random.get_rng_state()
-    one, two = load_backbone("timm:vit_tiny_patch4_32"), load_backbone("timm:vit_tiny_patch4_32")
-    assert one.name == "vit_tiny_patch4_32 (random weights)" and one.file.digest() == two.file.digest()
+    one = load_backbone("timm:vit_tiny_patch4_32")
+    assert one.name == "vit_tiny_patch4_32 (random weights)"
     assert torch.equal(before, torch.random.get_rng_state())
+    torch.manual_seed(7)
+    assert load_backbone("timm:vit_tiny_patch4_32").file.digest() == one.file.digest()
 
 
 def test_pretrained_timm_model_comes_from_the_cache_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -173,7 +175,10 @@ def test_every_kind_of_image_gives_the_same_features(backbone: Backbone, tmp_pat
 
 def test_resized_on_the_shorter_side_and_cropped_centrally(backbone: Backbone) -> None:
     wide = torch.rand(2, 3, 40, 100)
-    resized = F.interpolate(wide, size=(16, 40), mode="bicubic", antialias=True).clamp(0, 1)
+    wide[:, :, :, :47], wide[:, :, :, 47:52] = 0, 1  # a hard edge, where cubic interpolation overshoots
+    resized = F.interpolate(wide, size=(16, 40), mode="bicubic", antialias=True)
+    assert resized.max() > 1
+    resized = resized.clamp(0, 1)
     torch.testing.assert_close(backbone.embed(wide), backbone.embed(resized[:, :, :, 12:28]))
     mixed = [np.zeros((20, 30, 3), np.uint8), np.full((64, 16, 3), 255, np.uint8)]
     expected = torch.stack([torch.zeros(3, 16, 16), torch.ones(3, 16, 16)])

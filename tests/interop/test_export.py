@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,13 @@ def test_encoder_that_torchvision_can_not_express(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["timm", "torchvision", "huggingface"])
 def test_nothing_different_is_overwritten_unasked(format: str, backbone: Backbone, tmp_path: Path) -> None:
+    umask = os.umask(0o027)
+    os.umask(umask)
     out = tmp_path / NAMES[format]
     files = export(backbone, out, format).files
-    export(backbone, out, format)  # the same again is fine
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+    for _ in range(5):
+        export(backbone, out, format)  # the same again is fine
     before = [path.read_bytes() for path in files]
     changed = {name: tensor + 1 for name, tensor in backbone.file.weights.items()}
     other = Backbone(dataclasses.replace(backbone.file, weights=changed), "other")
@@ -107,6 +112,9 @@ def test_nothing_different_is_overwritten_unasked(format: str, backbone: Backbon
         export(other, out, format)
     assert [path.read_bytes() for path in files] == before
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(files)
+    if format != "torchvision":  # which stores no normalisation
+        with pytest.raises(ValueError, match="exists and differs"):
+            export(Backbone(dataclasses.replace(backbone.file, std=(1.0, 1.0, 1.0)), "other"), out, format)
     export(other, out, format, overwrite=True)
     again = load_backbone(out, heads=4 if format == "torchvision" else None)
     assert again.file.digest() == other.file.digest()

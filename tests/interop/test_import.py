@@ -235,8 +235,12 @@ def test_torchvision_names(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
-    torch.save(model.state_dict(), tmp_path / "vit.pth")
+    state = model.state_dict()
+    published = {n.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): t for n, t in state.items()}
+    torch.save(published, tmp_path / "published.pth")
+    torch.save(state, tmp_path / "vit.pth")
     imported = import_checkpoint(tmp_path / "vit.pth", heads=4)
+    assert import_checkpoint(tmp_path / "published.pth", heads=4).file.digest() == imported.file.digest()
     assert imported.format == "torchvision" and imported.dropped == ["heads.head.weight", "heads.head.bias"]
     model.heads = torch.nn.Identity()
     images = torch.randn(3, 3, 16, 16)
