@@ -1,0 +1,70 @@
+"""The command `patchmix`. Every verb is a function; what it needs is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import tyro
+
+from patchmix.cli import judging, pictures, training, weights
+
+
+def show() -> None:
+    """Draw figures: mix, curves."""
+    _dispatch(SHOW, ["--help"], "patchmix show", "Draw figures.")
+
+
+SHOW: dict[str, Any] = {"mix": pictures.show_mix, "curves": pictures.show_curves}
+COMMANDS: dict[str, Any] = {
+    "pretrain": training.pretrain,
+    "knn": judging.knn,
+    "linear": judging.linear,
+    "finetune": judging.finetune,
+    "embed": judging.embed,
+    "compare": judging.compare,
+    "import": weights.import_weights,
+    "export": weights.export_weights,
+    "show": show,
+    "recipes": training.recipes,
+    "demo": training.demo,
+}
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs one command; a user's mistake ends in one line and exit code 2."""
+    args = sys.argv[1:] if args is None else args
+    try:
+        if args[:1] == ["show"]:
+            _dispatch(SHOW, args[1:], "patchmix show", "Draw figures.")
+        else:
+            summary = "Self-supervised pre-training of Vision Transformers with PatchMix."
+            _dispatch(COMMANDS, args, "patchmix", summary)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None or os.environ.get("PATCHMIX_TRACEBACK"):
+            raise
+        _fail(str(error), code)
+
+
+def _dispatch(commands: dict[str, Any], args: list[str], prog: str, description: str) -> None:
+    tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=description, args=args)
+
+
+def _exit_code(error: Exception) -> int | None:
+    """128 + the signal that stopped a run, 3 for a non-finite loss, 2 for a mistake, None for a fault of ours."""
+    from patchmix.train.loop import Interrupted, NonFiniteLoss
+
+    if isinstance(error, Interrupted):
+        return 128 + error.signum
+    if isinstance(error, NonFiniteLoss):
+        return 3
+    return 2 if isinstance(error, (ValueError, OSError)) else None
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"patchmix: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    sys.exit(code)
