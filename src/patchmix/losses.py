@@ -7,6 +7,7 @@ and mix-to-origin, and to M for mix-to-mix as the paper prints it (Eq. 12).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -44,3 +45,24 @@ def smooth(target: Tensor, smoothing: float) -> Tensor:
 def place(target: Tensor, keys: int, offset: int) -> Tensor:
     """A process's own (N, n) target among the keys gathered from all: (N, K), zero elsewhere."""
     return F.pad(target, (offset, keys - offset - target.shape[1]))
+
+
+class Contrasts:
+    """Adds up weighted contrasts, and keeps each with what it can be compared with, for the log."""
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self.entries: dict[str, Tensor] = {}
+        self.loss: Tensor | float = 0.0
+
+    def add(self, name: str, weight: float, pairs: Sequence[tuple[Tensor, Tensor]], target: Tensor) -> None:
+        """The sum of the contrasts of several (queries, keys) that have the same target."""
+        value = torch.stack([contrast(h, z, target, self.temperature) for h, z in pairs]).sum()
+        self.loss = self.loss + weight * value
+        self.entries[name] = value
+        self.entries[f"{name}/chance"] = len(pairs) * chance(target)
+        self.entries[f"{name}/floor"] = len(pairs) * floor(target)
+
+    def total(self) -> dict[str, Tensor]:
+        assert isinstance(self.loss, Tensor)
+        return {"loss": self.loss, **self.entries}

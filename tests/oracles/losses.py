@@ -38,3 +38,13 @@ def mix_to_mix(h: Tensor, z: Tensor, m: int, tau: float) -> float:
 def origin_to_origin(h: Tensor, z: Tensor, tau: float) -> float:
     n = len(h)
     return -sum(log_probability(h[i], z, i, tau) for i in range(n)) / n
+
+
+def soft(h: Tensor, z: Tensor, target: Tensor, tau: float) -> float:
+    """Any target, term by term."""
+    total = 0.0
+    for i in range(len(h)):
+        for j in range(len(z)):
+            if target[i, j] != 0:
+                total += float(target[i, j]) * log_probability(h[i], z, j, tau)
+    return -total / len(h)

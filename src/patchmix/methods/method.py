@@ -32,3 +32,9 @@ class Method(nn.Module):
 
     def after_step(self, progress: float) -> None:
         """After the optimiser step: moving averages, centres."""
+
+
+def check_unit_interval(name: str, value: float, *, low_open: bool = False) -> None:
+    """A ValueError unless 0 ≤ value ≤ 1, or 0 < value ≤ 1."""
+    if not 0.0 <= value <= 1.0 or (low_open and value == 0.0):
+        raise ValueError(f"{name} is {value}; it must lie in {'(0' if low_open else '[0'}, 1]")

@@ -15,11 +15,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix import distributed
-from patchmix.losses import chance, contrast, floor, place, smooth
-from patchmix.methods.method import Method
-from patchmix.mixing import PatchMix, overlap
+from patchmix.losses import Contrasts, place, smooth
+from patchmix.methods.method import Method, check_unit_interval
+from patchmix.mixing import CutMix, Mix, Mixup, OneOf, PatchMix, RegionSwap, ResizeMix, overlap
 from patchmix.nn.heads import mlp_head
 from patchmix.nn.momentum import MomentumCopy
+from patchmix.nn.passes import project
 from patchmix.nn.vit import patch_size_of
 from patchmix.schedules import Cosine
 
@@ -31,7 +32,8 @@ class PatchMixMethod(Method):
         self,
         encoder: VisionTransformer,
         *,
-        num_mix: int | Sequence[int] = 3,
+        mix: Literal["patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap"] = "patchmix",
+        num_mix: int | Sequence[int] = 3,  # of PatchMix; the others mix two
         temperature: float = 0.2,
         weights: tuple[float, float, float] = (
             1.0,
@@ -49,14 +51,14 @@ class PatchMixMethod(Method):
         head_out: int = 256,
     ) -> None:
         super().__init__()
-        _check_unit_interval("temperature", temperature, low_open=True)
-        _check_unit_interval("momentum", momentum)
-        _check_unit_interval("label_smoothing", label_smoothing)
+        check_unit_interval("temperature", temperature, low_open=True)
+        check_unit_interval("momentum", momentum)
+        check_unit_interval("label_smoothing", label_smoothing)
         self.encoder = encoder
         self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
         self.predictor = mlp_head(2, head_out, head_hidden, head_out)
         self.momentum_copy = MomentumCopy(self._online()) if momentum_encoder else None
-        self.mix = PatchMix(patch_size_of(encoder), num_mix, self.generator)
+        self.mix = _mix(mix, patch_size_of(encoder), num_mix, self.generator)
         self.temperature = temperature
         self.weights = weights
         self.normalize_mix_to_mix = normalize_mix_to_mix
@@ -71,8 +73,8 @@ class PatchMixMethod(Method):
         x1, x2, *local_crops = views
         if self.mixed_query == 2:
             x1, x2 = x2, x1
-        m = self.mix.draw_num_mix()
-        mix1, mix2 = self.mix(x1, m), self.mix(x2, m)  # Algorithm 2, lines 5-6
+        mix = self.mix.for_one_step()
+        mix1, mix2 = mix(x1), mix(x2)  # Algorithm 2, lines 5-6
 
         h_mix1, h_2 = self.queries(mix1.images, x2)  # line 8
         z_1, z_2, z_mix2 = (distributed.gather(z) for z in self.keys(x1, x2, mix2.images))  # line 9
@@ -82,31 +84,29 @@ class PatchMixMethod(Method):
         if self.normalize_mix_to_mix:
             similarity = similarity / similarity.sum(dim=1, keepdim=True)
         origin = smooth(place(torch.eye(n, device=x1.device), k, offset), self.label_smoothing)
-        mixture = place(mix1.share, k, offset)
 
-        terms = _Terms(self.temperature)
-        terms.add("oto", self.weights[0], h_2, [z_1], origin)  # Eq. 15
-        terms.add("mto", self.weights[1], h_mix1, [z_2], mixture)  # Eq. 13
-        terms.add("mtm", self.weights[2], h_mix1, [z_mix2], place(similarity, k, offset))  # Eq. 14
+        terms = Contrasts(self.temperature)
+        terms.add("oto", self.weights[0], [(h_2, z_1)], origin)  # Eq. 15
+        terms.add("mto", self.weights[1], [(h_mix1, z_2)], place(mix1.share, k, offset))  # Eq. 13
+        terms.add("mtm", self.weights[2], [(h_mix1, z_mix2)], place(similarity, k, offset))  # Eq. 14
         if local_crops:
-            crops = torch.cat(local_crops)
-            mixed_crops = torch.cat([self.mix(crop, m).images for crop in local_crops])
-            h_local, h_mix_local = self.queries(crops, mixed_crops)
-            times = len(local_crops)
-            terms.add("local", 1.0, h_local, [z_1, z_2], origin.repeat(times, 1))
-            terms.add("mixlocal", 1.0, h_mix_local, [z_1, z_2], mixture.repeat(times, 1))
+            mixed = [mix(crop) for crop in local_crops]
+            share = torch.cat([place(crop.share, k, offset) for crop in mixed])
+            h, h_mix = self.queries(torch.cat(local_crops), torch.cat([crop.images for crop in mixed]))
+            terms.add("local", 1.0, [(h, z_1), (h, z_2)], origin.repeat(len(local_crops), 1))
+            terms.add("mixlocal", 1.0, [(h_mix, z_1), (h_mix, z_2)], share)
         return terms.total()  # Eq. 16
 
     def queries(self, *batches: Tensor) -> list[Tensor]:
         """H(G(F(x))) of each batch: one pass of the encoder, heads batch by batch for their batch norms."""
-        return [self.predictor(z) for z in _project(self.encoder, self.projector, batches)]
+        return [self.predictor(z) for z in project(self.encoder, self.projector, batches)]
 
     @torch.no_grad()
     def keys(self, *batches: Tensor) -> list[Tensor]:
         """sg(G(F(x))) of each batch by the momentum copy, or by the base encoder where there is none."""
         if self.momentum_copy is None:
-            return _project(self.encoder, self.projector, batches)
-        return _project(self.momentum_copy.network[0], self.momentum_copy.network[1], batches)
+            return project(self.encoder, self.projector, batches)
+        return project(self.momentum_copy.network[0], self.momentum_copy.network[1], batches)
 
     def before_step(self, progress: float) -> None:
         if self.momentum_update == "before_keys":
@@ -131,31 +131,14 @@ class PatchMixMethod(Method):
         return nn.ModuleList([self.encoder, self.projector])
 
 
-class _Terms:
-    """Collects weighted contrasts with what each can be compared with."""
-
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-        self.entries: dict[str, Tensor] = {}
-        self.loss: Tensor | float = 0.0
-
-    def add(self, name: str, weight: float, queries: Tensor, keys: list[Tensor], target: Tensor) -> None:
-        value = torch.stack([contrast(queries, z, target, self.temperature) for z in keys]).sum()
-        self.loss = self.loss + weight * value
-        self.entries[name] = value
-        self.entries[f"{name}/chance"] = len(keys) * chance(target)
-        self.entries[f"{name}/floor"] = len(keys) * floor(target)
-
-    def total(self) -> dict[str, Tensor]:
-        assert isinstance(self.loss, Tensor)
-        return {"loss": self.loss, **self.entries}
-
-
-def _project(encoder: nn.Module, projector: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
-    features = encoder(torch.cat(list(batches)))
-    return [projector(f) for f in features.split([len(batch) for batch in batches])]
-
-
-def _check_unit_interval(name: str, value: float, *, low_open: bool = False) -> None:
-    if not 0.0 <= value <= 1.0 or (low_open and value == 0.0):
-        raise ValueError(f"{name} is {value}; it must lie in {'(0' if low_open else '[0'}, 1]")
+def _mix(name: str, patch_size: int, num_mix: int | Sequence[int], generator: torch.Generator) -> Mix:
+    """A mix of Table "mix"."""
+    mixes: dict[str, Mix] = {
+        "patchmix": PatchMix(patch_size, num_mix, generator),
+        "mixup": Mixup(generator=generator),
+        "cutmix": CutMix(generator=generator),
+        "resizemix": ResizeMix(generator=generator),
+        "regionswap": RegionSwap(patch_size, generator=generator),
+    }
+    mixes["cutmix+mixup"] = OneOf([mixes["cutmix"], mixes["mixup"]], generator)
+    return mixes[name]

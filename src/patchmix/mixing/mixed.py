@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,16 @@ class Mixed:
 
     images: Tensor  # (N, C, H, W)
     share: Tensor  # (N, N), float32
+
+
+class Mix(Protocol):
+    """What every mix offers; two calls within a step need no more in common than `for_one_step` fixes."""
+
+    def for_one_step(self) -> Mix:
+        """The mix with everything settled that both views of a step must agree on."""
+        ...
+
+    def __call__(self, images: Tensor) -> Mixed: ...
 
 
 def overlap(a: Tensor, b: Tensor) -> Tensor:

@@ -43,6 +43,12 @@ class PatchMix:
         pick = torch.randint(len(self.choices), (), generator=self.generator)
         return self.choices[int(pick)]
 
+    def for_one_step(self) -> PatchMix:
+        """Itself where M is fixed; otherwise with the M of this step."""
+        if len(self.choices) == 1:
+            return self
+        return PatchMix(self.patch_size, self.draw_num_mix(), self.generator)
+
     def __call__(self, images: Tensor, num_mix: int | None = None) -> Mixed:
         """images: (N, C, H, W), never written to → Mixed with images of the same shape, dtype and device."""
         n, c, height, width = self._check(images)

@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from patchmix.methods.patchmix import PatchMixMethod
+from patchmix.mixing import Mix
 from patchmix.mixing.patchmix import share
 from patchmix.nn.vit import create_encoder
 from tests.oracles import losses as oracle
@@ -50,6 +51,72 @@ def test_the_whole_objective_against_algorithm_2_and_the_double_sums(m: int, mix
     for name, value in expected.items():
         assert out[name].item() == pytest.approx(value, rel=1e-4), name
     assert out["loss"].item() == pytest.approx(sum(expected.values()), rel=1e-4)
+
+
+def pixel_share(mix: Mix, images: Tensor) -> Tensor:
+    """Which share of the pixels (for Mixup: of their value) each original has, read off marked images."""
+    n = len(images)
+    rows = []
+    state = mix.generator.get_state()  # type: ignore[attr-defined]
+    for j in range(n):
+        mix.generator.set_state(state)  # type: ignore[attr-defined]
+        marked = torch.zeros_like(images)
+        marked[j] = 1.0
+        rows.append(mix(marked).images.mean(dim=(1, 2, 3)))
+    mix.generator.set_state(state)  # type: ignore[attr-defined]
+    return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize("name", ["mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_every_mix_in_the_three_contrasts(name: str, normalize: bool) -> None:
+    """Targets from the pixels themselves: the shares of the originals, and what two mixed images have in common."""
+    method = make(mix=name, normalize_mix_to_mix=normalize).train()
+    x1, x2 = views()
+    method.generator.manual_seed(7)
+    out = method([x1, x2])
+
+    method.generator.manual_seed(7)
+    mix = method.mix.for_one_step()
+    shares, mixed = [], []
+    for x in (x1, x2):
+        shares.append(pixel_share(mix, x))
+        mixed.append(mix(x).images)
+    common = torch.minimum(shares[0].unsqueeze(1), shares[1].unsqueeze(0)).sum(dim=2)
+    if normalize:
+        common = common / common.sum(dim=1, keepdim=True)
+    h_mix, h_2 = (h.detach() for h in method.queries(mixed[0], x2))
+    z_1, z_2, z_mix = method.keys(x1, x2, mixed[1])
+    tau = method.temperature
+    expected = {
+        "oto": oracle.origin_to_origin(h_2, z_1, tau),
+        "mto": oracle.soft(h_mix, z_2, shares[0], tau),
+        "mtm": oracle.soft(h_mix, z_mix, common, tau),
+    }
+    for term, value in expected.items():
+        assert out[term].item() == pytest.approx(value, rel=1e-4), term
+    assert out["loss"].item() == pytest.approx(sum(expected.values()), rel=1e-4)
+    assert all(torch.isfinite(value) for value in out.values())
+
+
+@pytest.mark.parametrize("name", ["patchmix", "cutmix+mixup", "resizemix"])
+def test_mixed_local_crops_have_their_own_shares(name: str) -> None:
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
+    method = PatchMixMethod(encoder, mix=name, head_hidden=32, head_out=16).train()  # type: ignore[arg-type]
+    crops = [torch.randn(6, 3, 8, 8) for _ in range(2)]
+    x1, x2 = views()
+    method.generator.manual_seed(3)
+    out = method([x1, x2, *crops])
+    method.generator.manual_seed(3)
+    mix = method.mix.for_one_step()
+    mix(x1), mix(x2)
+    mixed = [mix(crop) for crop in crops]
+    _, h = method.queries(torch.cat(crops), torch.cat([m.images for m in mixed]))
+    target = torch.cat([m.share for m in mixed])
+    z_1, z_2 = method.keys(x1, x2)
+    expected = sum(oracle.soft(h.detach(), z, target, method.temperature) for z in (z_1, z_2))
+    assert out["mixlocal"].item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_chance_and_floor_are_logged_for_every_term() -> None:

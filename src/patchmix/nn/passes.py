@@ -1,0 +1,43 @@
+"""How methods send views through an encoder and its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+
+def project(encoder: nn.Module, head: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
+    """head(encoder(x)) of each batch: one pass of the encoder for each image size, heads batch by batch.
+
+    Batch norms in the head so see one view at a time, as if every batch had its own pass.
+    """
+    features: list[Tensor] = []
+    for start, stop in _runs([batch.shape[-2:] for batch in batches]):
+        together = encoder(torch.cat(list(batches[start:stop])))
+        features += together.split([len(batch) for batch in batches[start:stop]])
+    return [head(f) for f in features]
+
+
+def _runs(shapes: Sequence[torch.Size]) -> list[tuple[int, int]]:
+    """Where neighbours have equal shapes: (start, stop) of each run."""
+    edges = [i for i in range(len(shapes)) if i == 0 or shapes[i] != shapes[i - 1]]
+    return list(zip(edges, [*edges[1:], len(shapes)], strict=True))
+
+
+def all_tokens(
+    encoder: VisionTransformer, images: Tensor, mask: Tensor | None = None, mask_token: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(class token (N, D), patch tokens (N, T, D)), both after the last norm.
+
+    mask: (N, T), true where `mask_token` (D,) takes the place of the embedded patch, before positions are added.
+    """
+    x = encoder.patch_embed(images)  # (N, T, D), or (N, rows, columns, D) where any image size may come
+    if mask is not None:
+        assert mask_token is not None
+        x = torch.where(mask.view(*x.shape[:-1], 1), mask_token.to(x.dtype), x)
+    x = encoder.norm_pre(encoder.patch_drop(encoder._pos_embed(x)))
+    x = encoder.norm(encoder.blocks(x))
+    return x[:, 0], x[:, encoder.num_prefix_tokens :]
