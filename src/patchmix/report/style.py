@@ -39,10 +39,15 @@ def style() -> Iterator[None]:
         yield
 
 
-def save(figure: Figure, path: Path) -> Path:
-    """PNG, SVG or PDF, by the name's ending."""
+def check_suffix(path: Path) -> None:
+    """A ValueError where `save` would not know the format; called before the work, not after it."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"figure {path} must end in .png, .svg or .pdf")
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """PNG, SVG or PDF, by the name's ending."""
+    check_suffix(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight")
     return path

@@ -1,0 +1,108 @@
+"""Where the class token looks (the paper's appendix, "Self-Attention Map Visualization").
+
+Shapes: N images, H heads, T tokens with the class token first, R × C patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from patchmix.report.figures import picture, short
+from patchmix.report.style import style
+
+HEAT = "inferno"  # lightness grows with the value: readable in grey, and without red-green vision
+
+
+@torch.inference_mode()
+def class_attention(encoder: VisionTransformer, images: Tensor, *, block: int = -1) -> Tensor:
+    """softmax(q·kᵀ / √d) of the class token's query in one block: (N, H, T), rows sum to 1.
+
+    Computed from the block's own weights and the tokens that go into it, so that it works with fused attention, which
+    never holds these numbers. images: normalised (N, C, height, width) of a size that the encoder takes.
+    block: 0 is the first, -1 the last.
+    """
+    blocks: Any = encoder.blocks
+    if not -len(blocks) <= block < len(blocks):
+        raise ValueError(f"block is {block}; the encoder has {len(blocks)}, counted 0 … {len(blocks) - 1} or -1 …")
+    if encoder.cls_token is None:
+        raise ValueError(
+            "the encoder has no class token, so there is no attention of it; give a ViT with a class token"
+        )
+    attention: Any = blocks[block].attn
+    if not hasattr(attention, "qkv"):
+        raise ValueError(f"attention of the kind {type(attention).__name__} can't be drawn; give a plain timm ViT")
+    caught: list[Tensor] = []
+
+    def catch(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        caught.append(inputs[0])
+
+    was_training = encoder.training
+    hook = attention.register_forward_pre_hook(catch)
+    try:
+        encoder.eval().forward_features(images)
+    finally:
+        hook.remove()
+        encoder.train(was_training)
+    (tokens,) = caught
+    n, t, _ = tokens.shape
+    qkv = attention.qkv(tokens).view(n, t, 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)  # (3, N, H, T, d)
+    query, keys = attention.q_norm(qkv[0, :, :, :1]), attention.k_norm(qkv[1])
+    scores = (query.float() @ keys.float().transpose(-2, -1)) * attention.scale  # (N, H, 1, T)
+    weights: Tensor = scores.softmax(dim=-1).squeeze(2)
+    return weights
+
+
+def attention_maps(encoder: VisionTransformer, images: Tensor, *, block: int = -1) -> Tensor:
+    """The part of `class_attention` that falls on patches, as maps: (N, H, R, C)."""
+    weights = class_attention(encoder, images, block=block)[:, :, encoder.num_prefix_tokens :]
+    height, width = encoder.patch_embed.patch_size
+    rows, columns = images.shape[2] // height, images.shape[3] // width
+    return weights.reshape(*weights.shape[:2], rows, columns)
+
+
+def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, title: str = "") -> Figure:
+    """For each image and run: the image, then the mean over heads and each head, raw above and overlaid below.
+
+    images: uint8 (N, height, width, 3). maps: for each run its name and (N, H, R, C). Each map is drawn from 0 to its
+    own highest value, which its title gives, beside 1/patches, what even attention would have.
+    """
+    most = max(weights.shape[1] for _, weights in maps)
+    rows = 2 * len(images) * len(maps)
+    with style():
+        figure = Figure(figsize=(1.05 * (most + 2), 1.14 * rows + 0.5))
+        axes = figure.subplots(rows, most + 2, squeeze=False)
+        for axis in axes.flat:
+            axis.set_axis_off()
+        for i in range(len(images)):
+            for r, (name, weights) in enumerate(maps):
+                top = 2 * (i * len(maps) + r)
+                image = images[i].numpy()
+                picture(axes[top, 0], image)
+                axes[top, 0].set_title(short(name, 18), fontsize=6, pad=2)
+                heads = [("mean", weights[i].mean(dim=0))] + [(f"head {h}", w) for h, w in enumerate(weights[i])]
+                for column, (label, weight) in enumerate(heads, 1):
+                    highest = float(weight.max())
+                    raw, over = axes[top, column], axes[top + 1, column]
+                    raw.imshow(weight.numpy(), cmap=HEAT, vmin=0, vmax=highest)
+                    raw.set_title(f"{label} ≤ {highest:.2g}", fontsize=6, pad=2)
+                    over.imshow(overlaid(image, weight))
+        even = 1 / maps[0][1][0, 0].numel()
+        figure.suptitle(f"{title or 'attention of the class token'} (even attention: {even:.2g})", fontsize=9)
+        figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.55 / figure.get_figheight(), wspace=0.04, hspace=0.14)
+    return figure
+
+
+def overlaid(image: np.ndarray, weight: Tensor) -> np.ndarray:
+    """The image, dark where there is no attention. image: uint8 (h, w, 3), weight: (R, C) → floats in [0, 1]."""
+    grown = F.interpolate(weight[None, None], size=image.shape[:2], mode="bilinear", align_corners=False)[0, 0]
+    strength = (grown / grown.max().clamp_min(1e-12)).numpy()[..., None]
+    result: np.ndarray = image / 255 * (0.15 + 0.85 * strength)
+    return result

@@ -1,0 +1,159 @@
+"""How similar images are to each other, and to which (the paper's "Inter-Instance Similarity Visualization").
+
+Shapes: N images, D = the encoder's width. Similarity s is the cosine of two features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from patchmix.evaluate.knn import TEMPERATURE, check_finite
+from patchmix.report.figures import outline, picture, short
+from patchmix.report.style import COLORS, style
+
+KIND_COLORS = {"same class": COLORS[0], "related class": COLORS[1], "another class": COLORS[3], "key": COLORS[0]}
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """(A, D), (B, D) → (A, B), in float64 from float32 directions, so that the order does not depend on block sizes."""
+    return F.normalize(a.float(), dim=1).double() @ F.normalize(b.float(), dim=1).double().T
+
+
+def normalised(similarity: Tensor, temperature: float = TEMPERATURE) -> Tensor:
+    """exp(s/τ′) / exp(1/τ′), in (0, 1]: 1 for the image itself."""
+    return torch.exp((similarity - 1) / temperature)
+
+
+def nearest(vectors: Tensor, queries: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    """The k images most similar to each query, itself left out: positions and cosines, (len(queries), k) both.
+
+    The order is kNN's (`evaluate.knn`); of equally similar images the first in the set comes first.
+    """
+    n = len(vectors)
+    if not 1 <= k < n:
+        raise ValueError(f"{k} neighbours are asked for; with {n} images it must lie between 1 and {n - 1}")
+    check_finite(vectors, "the images")
+    places, values = [], []
+    for start in range(0, len(queries), 1024):
+        part = torch.as_tensor(list(queries[start : start + 1024]))
+        similarity = cosine(vectors[part], vectors)
+        similarity[torch.arange(len(part)), part] = -torch.inf
+        ordered = similarity.sort(dim=1, descending=True, stable=True)
+        places.append(ordered.indices[:, :k])
+        values.append(ordered.values[:, :k])
+    return torch.cat(places), torch.cat(values)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A query and the keys it is compared with: positions in the set, and what each key is to the query."""
+
+    query: int
+    keys: tuple[int, ...]
+    kinds: tuple[str, ...]  # same class, related class, another class; or key
+
+
+def choose_keys(
+    query: int, labels: Tensor | None, vectors: Sequence[Tensor], *, others: int = 4, related: int | None = None
+) -> Comparison:
+    """Keys as in the paper's figure: in the middle one of the query's class, beside it two of a related class.
+
+    The related class is `related`, or the one whose mean feature is nearest to that of the query's class, averaged over
+    the encoders in `vectors`, (N, D) each. The `others` are one each of the remaining classes, far ones first. Within a
+    class the first image that is not the query is taken, so that no encoder is favoured. Without labels the keys are
+    spread evenly over the set.
+    """
+    n = len(vectors[0])
+    if labels is None:
+        spread = [int(i) for i in np.linspace(0, n - 1, min(n, others + 4)).round() if int(i) != query]
+        keys = tuple(spread[: others + 3])
+        return Comparison(query, keys, ("key",) * len(keys))
+    own = int(labels[query])
+    order = _classes_by_nearness(own, labels, vectors)
+    if related is not None:
+        if related not in order:
+            raise ValueError(f"related class {related} has no images or is the query's own; there are {sorted(order)}")
+        order.remove(related)
+        order.insert(0, related)
+
+    def first(label: int, count: int) -> list[int]:
+        return [i for i in (labels == label).nonzero().flatten().tolist() if i != query][:count]
+
+    same, near = first(own, 1), first(order[0], 2) if order else []
+    far = [i for label in order[:0:-1][:others] for i in first(label, 1)]
+    half = len(far) // 2
+    keys = (*far[:half], *near[:1], *same, *near[1:], *far[half:])
+    names = {**dict.fromkeys(far, "another class"), **dict.fromkeys(near, "related class")}
+    return Comparison(query, keys, tuple(names.get(key, "same class") for key in keys))
+
+
+def describe_keys(query: int, keys: Sequence[int], labels: Tensor | None) -> Comparison:
+    """A comparison with keys that the caller chose; kinds follow from the labels."""
+    if labels is None:
+        return Comparison(query, tuple(keys), ("key",) * len(keys))
+    kinds = ("same class" if labels[key] == labels[query] else "another class" for key in keys)
+    return Comparison(query, tuple(keys), tuple(kinds))
+
+
+def similarity_figure(
+    comparisons: Sequence[Comparison],
+    pictures: dict[int, np.ndarray],
+    runs: Sequence[tuple[str, Tensor]],
+    *,
+    class_names: dict[int, str] | None = None,
+    temperature: float = TEMPERATURE,
+) -> Figure:
+    """A row for each query: the query, its keys, and for each run a panel of bars of the normalised similarity.
+
+    pictures: by position, uint8 (height, width, 3). runs: name and features (N, D). class_names: by position.
+    """
+    named = class_names or {}
+    most = max(len(comparison.keys) for comparison in comparisons)
+    with style():
+        figure = Figure(figsize=(1.3 + 0.8 * most + 2.9 * len(runs), 1.5 * len(comparisons) + 0.9))
+        grid = figure.add_gridspec(len(comparisons), 1, hspace=0.35)
+        for row, comparison in enumerate(comparisons):
+            widths = [1.2, *([0.8] * most), *([0.5, 2.3] * len(runs))]  # a gap for numbers before each panel
+            cells = grid[row].subgridspec(1, len(widths), width_ratios=widths, wspace=0.12)
+            axis = figure.add_subplot(cells[0])
+            picture(axis, pictures[comparison.query], f"query\n{named.get(comparison.query, '')}")
+            for i, (key, kind) in enumerate(zip(comparison.keys, comparison.kinds, strict=True), 1):
+                axis = figure.add_subplot(cells[i])
+                picture(axis, pictures[key], f"{i}\n{named.get(key, '')}")
+                outline(axis, KIND_COLORS[kind])
+            for r, (name, vectors) in enumerate(runs):
+                axis = figure.add_subplot(cells[2 + most + 2 * r])
+                chosen = vectors[list(comparison.keys)]
+                heights = normalised(cosine(vectors[[comparison.query]], chosen)[0], temperature)
+                colors = [KIND_COLORS[kind] for kind in comparison.kinds]
+                axis.bar(range(1, len(heights) + 1), heights.numpy(), color=colors)
+                axis.set(ylim=(0, 1), title=short(name, 26) if row == 0 else "", xticks=range(1, len(heights) + 1))
+                axis.tick_params(labelsize=7)
+                axis.set_xlabel("key" if row == len(comparisons) - 1 else "", fontsize=7)
+        present = {kind for comparison in comparisons for kind in comparison.kinds}
+        kinds = [kind for kind in KIND_COLORS if kind in present]
+        handles = [Patch(color=KIND_COLORS[kind], label=kind) for kind in kinds]
+        figure.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=8, bbox_to_anchor=(0.5, 0.0))
+        top = 1 - 0.4 / figure.get_figheight()
+        figure.suptitle(f"normalised similarity exp(s/τ′)/exp(1/τ′), τ′ = {temperature:g}", y=1.0)
+        figure.subplots_adjust(top=top - 0.25 / figure.get_figheight(), bottom=0.3 / figure.get_figheight())
+    return figure
+
+
+def _classes_by_nearness(own: int, labels: Tensor, vectors: Sequence[Tensor]) -> list[int]:
+    """All other classes that have images, the most similar mean first."""
+    classes = [c for c in torch.unique(labels).tolist() if c != own]
+    score = torch.zeros(len(classes), dtype=torch.float64)
+    for features in vectors:
+        unit = F.normalize(features.float(), dim=1)
+        means = torch.stack([unit[labels == c].mean(dim=0) for c in [own, *classes]])
+        score += cosine(means[:1], means[1:])[0]
+    return [classes[i] for i in score.argsort(descending=True, stable=True).tolist()]
