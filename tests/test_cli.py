@@ -51,7 +51,7 @@ TINY = [
         (["shapes", "--out", "OUT", "--budget", "soon"], "write it as 45min"),
         (["shapes:100", "--out", "OUT", "--recipe", "demo"], "fewer than the batch size"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--resume", "OUT/none.pt"], "there is no checkpoint"),
-        (["shapes", "--out", "OUT", "--recipe", "demo", "--init-from", "OUT/none"], "can't be read"),
+        (["shapes", "--out", "OUT", "--recipe", "demo", "--init-from", "OUT/none"], "does not exist"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--device", "cuda"], "torch sees no GPU"),
     ],
 )

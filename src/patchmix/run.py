@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -15,6 +15,11 @@ from timm.models.vision_transformer import VisionTransformer
 from patchmix import build, distributed
 from patchmix.config import Config, differences, from_dict, from_yaml, override, to_dict, to_yaml
 from patchmix.data.contract import Source
+from patchmix.evaluate.finetune import FinetuneSettings, evaluate_finetune
+from patchmix.evaluate.knn import evaluate_knn
+from patchmix.evaluate.linear import evaluate_linear
+from patchmix.evaluate.results import Result
+from patchmix.interop.backbone import Backbone, load_backbone
 from patchmix.interop.encoder_file import Architecture, EncoderFile
 from patchmix.methods.method import Method
 from patchmix.recipes import find_recipe
@@ -45,11 +50,25 @@ class Run:
     def encoder_path(self) -> Path:
         return self.path / "encoder.safetensors"
 
+    def load(self, encoder: Literal["base", "momentum"] = "base") -> Backbone:
+        """The trained encoder with all that its users must know; `.embed(images)` gives features."""
+        return load_backbone(self.path, encoder=None if encoder == "base" else encoder)
+
     def backbone(self) -> VisionTransformer:
         """The trained encoder as a plain timm model, in evaluation mode."""
-        if not self.encoder_path.is_file():
-            raise ValueError(f"{self.path} is not complete; continue it with `patchmix pretrain … --resume auto`")
-        return EncoderFile.load(self.encoder_path).encoder()
+        return self.load().file.encoder()
+
+    def knn(self, data: str | Path, **options: Any) -> Result:
+        """See `patchmix.evaluate.knn.evaluate_knn`; the result is also added to results.jsonl."""
+        return evaluate_knn(self.load().file, data, out=self.path, **options)
+
+    def linear(self, data: str | Path, **options: Any) -> Result:
+        """See `patchmix.evaluate.linear.evaluate_linear`; the result is also added to results.jsonl."""
+        return evaluate_linear(self.load().file, data, out=self.path, **options)
+
+    def finetune(self, data: str | Path, **settings: Any) -> Result:
+        """See `patchmix.evaluate.finetune`: the settings are those of FinetuneSettings."""
+        return evaluate_finetune(self.load().file, data, settings=FinetuneSettings(**settings), out=self.path)
 
 
 def pretrain(
@@ -148,7 +167,7 @@ def run_config(
             raise ValueError("--init-from starts a new run, --resume continues one; give only one of them")
         source = build.build_source(config)
         _check_same_data(source, state)
-        weights = None if init_from is None else _weights_of(Path(init_from))
+        weights = None if init_from is None else load_backbone(init_from).file.weights
         method = build.build_method(config, weights)
         encoder = method.encoder
         assert isinstance(encoder, VisionTransformer)
@@ -250,10 +269,6 @@ def _prepare_folder(out: Path, config: Config) -> None:
         write_text(out / "config.yaml", to_yaml(config))
     except OSError as error:
         raise ValueError(f"can't write to {out} ({error.strerror}); choose another --out") from error
-
-
-def _weights_of(path: Path) -> dict[str, torch.Tensor]:
-    return EncoderFile.load(path / "encoder.safetensors" if path.is_dir() else path).weights
 
 
 def _save_encoder(out: Path, config: Config, architecture: Architecture, method: Method, source: Source) -> None:
