@@ -20,14 +20,32 @@ from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CentreCrop, View, Views, to_float
 from patchmix.evaluate.features import Subset, extract
 from patchmix.evaluate.knn import HEADLINE_K, accuracy, knn_predict
+from patchmix.methods.byol import BYOL
+from patchmix.methods.dino import DINO
+from patchmix.methods.ibot import IBOT
 from patchmix.methods.method import Method
+from patchmix.methods.mocov3 import MoCoV3
 from patchmix.methods.patchmix import PatchMixMethod
+from patchmix.methods.regioncl import RegionCL
+from patchmix.methods.sdmp import SDMP
+from patchmix.methods.simclr import SimCLR
+from patchmix.methods.swav import SwAV
 from patchmix.nn.vit import create_encoder, initialize_as_mocov3
 from patchmix.schedules import Cosine, WarmupCosine
 from patchmix.train.loop import Plan
 from patchmix.train.monitor import Evaluator, health
 
-METHODS: dict[str, Callable[..., Method]] = {"patchmix": PatchMixMethod}
+METHODS: dict[str, Callable[..., Method]] = {
+    "patchmix": PatchMixMethod,
+    "mocov3": MoCoV3,
+    "simclr": SimCLR,
+    "byol": BYOL,
+    "swav": SwAV,
+    "dino": DINO,
+    "ibot": IBOT,
+    "sdmp": SDMP,
+    "regioncl": RegionCL,
+}
 
 
 def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> VisionTransformer:

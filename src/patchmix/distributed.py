@@ -70,6 +70,25 @@ def gather(x: Tensor) -> Tensor:
     return out
 
 
+class _GatherWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return gather(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
+        grad = grads[0].contiguous().clone()
+        dist.all_reduce(grad)
+        return grad.chunk(world_size())[rank()]
+
+
+def gather_with_gradient(x: Tensor) -> Tensor:
+    """As `gather`, but every process's use of x counts in its gradient: their sum. (n, …) → (n·world, …)."""
+    if world_size() == 1:
+        return x
+    return _GatherWithGradient.apply(x)  # type: ignore[no-any-return]
+
+
 def broadcast_float(value: float, device: torch.device) -> float:
     """Rank 0's value on every rank."""
     if world_size() == 1:

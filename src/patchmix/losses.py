@@ -25,6 +25,18 @@ def contrast(queries: Tensor, keys: Tensor, target: Tensor, temperature: float) 
         return -(target * F.log_softmax(similarity / temperature, dim=1)).sum(dim=1).mean()
 
 
+def cross_entropy(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
+    """−Σ_k target_k · log softmax_k(logits / τ) of each row: (…, K), (…, K) → (…), in fp32 whatever the autocast."""
+    with torch.autocast(logits.device.type, enabled=False):
+        return -(target * F.log_softmax(logits.float() / temperature, dim=-1)).sum(dim=-1)
+
+
+def entropy(target: Tensor) -> Tensor:
+    """Of each row that sums to 1, the least its cross-entropy can be: (…, K) → (…)."""
+    value: Tensor = -torch.special.xlogy(target, target).sum(dim=-1)
+    return value
+
+
 def chance(target: Tensor) -> Tensor:
     """The contrast of a model that finds all K keys equally similar: ln K × row sum."""
     return target.sum(dim=1).mean() * math.log(target.shape[1])

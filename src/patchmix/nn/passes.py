@@ -23,17 +23,20 @@ def project(encoder: nn.Module, head: nn.Module, batches: Sequence[Tensor]) -> l
 
 def _runs(shapes: Sequence[torch.Size]) -> list[tuple[int, int]]:
     """Where neighbours have equal shapes: (start, stop) of each run."""
+    if not shapes:
+        return []
     edges = [i for i in range(len(shapes)) if i == 0 or shapes[i] != shapes[i - 1]]
     return list(zip(edges, [*edges[1:], len(shapes)], strict=True))
 
 
 def all_tokens(
-    encoder: VisionTransformer, images: Tensor, mask: Tensor | None = None, mask_token: Tensor | None = None
+    encoder: nn.Module, images: Tensor, mask: Tensor | None = None, mask_token: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(class token (N, D), patch tokens (N, T, D)), both after the last norm.
 
     mask: (N, T), true where `mask_token` (D,) takes the place of the embedded patch, before positions are added.
     """
+    assert isinstance(encoder, VisionTransformer)
     x = encoder.patch_embed(images)  # (N, T, D), or (N, rows, columns, D) where any image size may come
     if mask is not None:
         assert mask_token is not None

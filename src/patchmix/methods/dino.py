@@ -1,0 +1,94 @@
+"""DINO (Caron et al.: "Emerging Properties in Self-Supervised Vision Transformers", ICCV 2021), Algorithm 1.
+
+s are the student's outputs of all views, t the teacher's of the two global ones, c the centre (Eq. 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from patchmix.losses import cross_entropy, entropy
+from patchmix.methods.method import Method, check_unit_interval
+from patchmix.nn.momentum import MomentumCopy
+from patchmix.nn.passes import project
+from patchmix.nn.prototypes import Centre, PrototypeHead
+from patchmix.schedules import Cosine
+
+
+class DINO(Method):
+    """Defaults are the paper's for ViT (Section 3.2); what it gives in epochs is a share of the training here."""
+
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        *,
+        student_temperature: float = 0.1,  # τ_s
+        teacher_temperature: tuple[float, float] = (0.04, 0.07),  # τ_t at the start and after the warm-up
+        teacher_warmup: float = 0.1,  # the share of the training for which τ_t rises
+        centre_momentum: float = 0.9,  # m of Eq. 4
+        momentum: float = 0.996,  # λ; cosine to 1
+        freeze_last_layer: float = 0.01,  # the share of the training for which prototypes do not move
+        norm_last_layer: bool = True,  # prototypes of length 1
+        head_hidden: int = 2048,
+        head_bottleneck: int = 256,
+        head_out: int = 65536,  # K
+    ) -> None:
+        super().__init__()
+        check_unit_interval("student_temperature", student_temperature, low_open=True)
+        for temperature in teacher_temperature:
+            check_unit_interval("teacher_temperature", temperature, low_open=True)
+        check_unit_interval("teacher_warmup", teacher_warmup)
+        check_unit_interval("centre_momentum", centre_momentum)
+        check_unit_interval("momentum", momentum)
+        check_unit_interval("freeze_last_layer", freeze_last_layer)
+        self.encoder = encoder
+        self.head = PrototypeHead(
+            encoder.num_features,
+            head_out,
+            hidden=head_hidden,
+            bottleneck=head_bottleneck,
+            fixed_length=norm_last_layer,
+        )
+        self.teacher = MomentumCopy(self._student())
+        self.centre = Centre(head_out, centre_momentum)
+        self.student_temperature = student_temperature
+        self.teacher_temperature, self.teacher_warmup = teacher_temperature, teacher_warmup
+        self.freeze_last_layer = freeze_last_layer
+        self.momentum = Cosine(momentum, 1.0)
+        self.before_step(0.0)
+
+    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """views: x1, x2 (N, C, H, W), which the teacher sees too, then any number of local crops."""
+        s = project(self.encoder, self.head, views)
+        with torch.no_grad():
+            t = torch.stack(project(self.teacher.network[0], self.teacher.network[1], views[:2])).float()
+            p = torch.softmax((t - self.centre.value) / self.scalars["teacher_temperature"], dim=-1)  # (2, N, K)
+            self.centre.observe(t)
+        terms = [
+            cross_entropy(s[j], p[i], self.student_temperature).mean()  # H(P_t(x), P_s(x′)), Eq. 3
+            for i in (0, 1)
+            for j in range(len(views))
+            if j != i
+        ]
+        loss = torch.stack(terms).mean()
+        chance = torch.tensor(math.log(p.shape[-1]), device=loss.device)
+        return {"loss": loss, "dino": loss, "dino/chance": chance, "dino/floor": entropy(p).mean()}
+
+    def before_step(self, progress: float) -> None:
+        low, high = self.teacher_temperature
+        rise = min(1.0, progress / self.teacher_warmup) if self.teacher_warmup else 1.0
+        self.scalars["teacher_temperature"] = low + (high - low) * rise
+        self.head.frozen = progress < self.freeze_last_layer
+
+    def after_step(self, progress: float) -> None:
+        self.scalars["momentum"] = self.momentum(progress)
+        self.teacher.update(self._student(), self.scalars["momentum"])
+        self.centre.update()
+
+    def _student(self) -> nn.ModuleList:
+        return nn.ModuleList([self.encoder, self.head])

@@ -1,0 +1,141 @@
+"""iBOT (Zhou et al.: "Image BERT Pre-Training with Online Tokenizer", ICLR 2022), Algorithm 1.
+
+The student sees the two global views u, v with blocks of patches masked, the teacher sees them whole. L_CLS: the
+class token of one view predicts the teacher's of the other. L_MIM: masked patch tokens predict the teacher's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from patchmix.losses import cross_entropy, entropy
+from patchmix.methods.method import Method, check_unit_interval
+from patchmix.mixing import block_masks
+from patchmix.nn.momentum import MomentumCopy
+from patchmix.nn.passes import all_tokens, project
+from patchmix.nn.prototypes import Centre, PrototypeHead
+from patchmix.nn.vit import patch_size_of
+from patchmix.schedules import Cosine
+
+
+class IBOT(Method):
+    """Defaults are the paper's for ViT (Section 4 and appendix B); epochs are shares of the training here."""
+
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        *,
+        weights: tuple[float, float] = (1.0, 1.0),  # of L_CLS and L_MIM
+        mask_probability: float = 0.5,  # of a view to be masked at all
+        mask_ratio: tuple[float, float] = (0.1, 0.5),  # the share of its patches, uniform in between
+        student_temperature: float = 0.1,
+        teacher_temperature: tuple[float, float] = (0.04, 0.07),  # of class tokens: at the start, after the warm-up
+        teacher_patch_temperature: tuple[float, float] = (0.04, 0.07),
+        teacher_warmup: float = 0.1,  # the share of the training for which both rise
+        centre_momentum: float = 0.9,  # m
+        centre_patch_momentum: float = 0.9,  # m′
+        momentum: float = 0.996,  # l; cosine to 1
+        freeze_last_layer: float = 0.01,
+        norm_last_layer: bool = True,
+        head_hidden: int = 2048,
+        head_bottleneck: int = 256,
+        head_out: int = 8192,  # K; one head for class and patch tokens
+    ) -> None:
+        super().__init__()
+        for name, values in (
+            ("mask_ratio", mask_ratio),
+            ("teacher_temperature", teacher_temperature),
+            ("teacher_patch_temperature", teacher_patch_temperature),
+        ):
+            for value in values:
+                check_unit_interval(name, value, low_open=name != "mask_ratio")
+        check_unit_interval("student_temperature", student_temperature, low_open=True)
+        check_unit_interval("mask_probability", mask_probability)
+        check_unit_interval("teacher_warmup", teacher_warmup)
+        check_unit_interval("momentum", momentum)
+        self.encoder = encoder
+        self.head = PrototypeHead(
+            encoder.num_features,
+            head_out,
+            hidden=head_hidden,
+            bottleneck=head_bottleneck,
+            fixed_length=norm_last_layer,
+        )
+        self.teacher = MomentumCopy(self._student())
+        self.mask_token = nn.Parameter(torch.zeros(encoder.embed_dim))  # e_[MASK]
+        self.centre = Centre(head_out, centre_momentum)  # C
+        self.centre_patch = Centre(head_out, centre_patch_momentum)  # C′
+        self.weights = weights
+        self.mask_probability, self.mask_ratio = mask_probability, mask_ratio
+        self.student_temperature, self.teacher_warmup = student_temperature, teacher_warmup
+        self.teacher_temperature, self.teacher_patch_temperature = teacher_temperature, teacher_patch_temperature
+        self.freeze_last_layer = freeze_last_layer
+        self.momentum = Cosine(momentum, 1.0)
+        self.before_step(0.0)
+
+    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """views: u, v (N, C, H, W), then any number of local crops, for L_CLS only."""
+        both, n = torch.cat(list(views[:2])), len(views[0])
+        mask = self.draw_masks(both)  # (2N, T)
+        tokens, patches = all_tokens(self.encoder, both, mask, self.mask_token)
+        s = [*self.head(tokens).split(n), *project(self.encoder, self.head, views[2:])]
+        s_masked = self.head(patches[mask])  # (masked, K)
+        with torch.no_grad():
+            t, t_patch = (self.teacher.network[1](x).float() for x in all_tokens(self.teacher.network[0], both))
+            p = torch.softmax((t - self.centre.value) / self.scalars["teacher_temperature"], dim=-1)
+            centred = t_patch[mask] - self.centre_patch.value
+            p_masked = torch.softmax(centred / self.scalars["teacher_patch_temperature"], dim=-1)
+            self.centre.observe(t)
+            self.centre_patch.observe(t_patch)
+
+        pairs = [(s[j], p[i * n : (i + 1) * n]) for i in (0, 1) for j in range(len(s)) if j != i]
+        cls = torch.stack([cross_entropy(x, y, self.student_temperature).mean() for x, y in pairs]).mean()  # Eq. 2
+        # Each masked view counts once, however many of its patches are masked (Eq. 3).
+        each = (1.0 / mask.sum(dim=1, keepdim=True).clamp_min(1)).expand_as(mask)[mask] / len(both)
+        mim = (each * cross_entropy(s_masked, p_masked, self.student_temperature)).sum()
+        chance = torch.tensor(math.log(t.shape[-1]), device=cls.device)
+        return {
+            "loss": self.weights[0] * cls + self.weights[1] * mim,
+            "cls": cls,
+            "cls/chance": chance,
+            "cls/floor": entropy(p).mean(),
+            "mim": mim,
+            "mim/chance": each.sum() * chance,
+            "mim/floor": (each * entropy(p_masked)).sum(),
+        }
+
+    def draw_masks(self, images: Tensor) -> Tensor:
+        """(N, T), true where a patch is masked; drawn on the CPU from the method's own generator."""
+        size = patch_size_of(self.encoder)  # type: ignore[arg-type]
+        masks = block_masks(
+            len(images),
+            images.shape[-2] // size,
+            images.shape[-1] // size,
+            probability=self.mask_probability,
+            ratio=self.mask_ratio,
+            generator=self.generator,
+        )
+        return masks.to(images.device, non_blocking=True)
+
+    def before_step(self, progress: float) -> None:
+        rise = min(1.0, progress / self.teacher_warmup) if self.teacher_warmup else 1.0
+        for name, (low, high) in (
+            ("teacher_temperature", self.teacher_temperature),
+            ("teacher_patch_temperature", self.teacher_patch_temperature),
+        ):
+            self.scalars[name] = low + (high - low) * rise
+        self.head.frozen = progress < self.freeze_last_layer
+
+    def after_step(self, progress: float) -> None:
+        self.scalars["momentum"] = self.momentum(progress)
+        self.teacher.update(self._student(), self.scalars["momentum"])
+        self.centre.update()
+        self.centre_patch.update()
+
+    def _student(self) -> nn.ModuleList:
+        return nn.ModuleList([self.encoder, self.head])

@@ -1,0 +1,68 @@
+"""SimCLR (Chen, Kornblith, Norouzi, Hinton: "A Simple Framework for Contrastive Learning", ICML 2020).
+
+NT-Xent, Eq. 1: every one of the 2K embeddings of the global batch must find its other view among the 2K − 1 others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from patchmix import distributed
+from patchmix.losses import Contrasts, place
+from patchmix.methods.method import Method, check_unit_interval
+from patchmix.nn.heads import mlp_head
+from patchmix.nn.passes import project
+
+
+class SimCLR(Method):
+    """Defaults are the paper's for ImageNet; for CIFAR-10 it takes τ = 0.5 (appendix B.9)."""
+
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        *,
+        temperature: float = 0.1,
+        head_layers: int = 2,
+        head_hidden: int = 2048,
+        head_out: int = 128,
+    ) -> None:
+        super().__init__()
+        check_unit_interval("temperature", temperature, low_open=True)
+        if head_layers < 1:
+            raise ValueError(f"head_layers is {head_layers}; it must be at least 1")
+        self.encoder = encoder
+        self.projector = mlp_head(head_layers, encoder.num_features, head_hidden, head_out)
+        self.temperature = temperature
+
+    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """views: x1, x2 (N, C, H, W), then any number of local crops, which look for both views of their image."""
+        z1, z2, *z_local = project(self.encoder, self.projector, views)
+        keys = torch.cat([distributed.gather_with_gradient(z) for z in (z1, z2)])  # (2K, D)
+        n, k, offset = len(z1), len(keys) // 2, distributed.rank() * len(z1)
+        loss = nt_xent(torch.cat([z1, z2]), keys, offset, self.temperature)
+        chance = torch.tensor(math.log(max(2 * k - 1, 1)), device=loss.device)
+        entries = {"loss": loss, "ntxent": loss, "ntxent/chance": chance, "ntxent/floor": torch.zeros_like(chance)}
+        if z_local:
+            own = place(torch.eye(n, device=loss.device), k, offset)
+            terms = Contrasts(self.temperature)
+            both = torch.cat([own, own], dim=1).repeat(len(z_local), 1) / 2
+            terms.add("local", 1.0, [(torch.cat(z_local), keys)], both)
+            entries |= terms.total() | {"loss": loss + terms.loss}
+        return entries
+
+
+def nt_xent(anchors: Tensor, keys: Tensor, offset: int, temperature: float) -> Tensor:
+    """anchors: (2N, D), this process's two views; keys: (2K, D), those of all, its own from `offset` in each half."""
+    n, k = len(anchors) // 2, len(keys) // 2
+    own = torch.arange(n, device=anchors.device) + offset
+    itself, other = torch.cat([own, own + k]), torch.cat([own + k, own])
+    with torch.autocast(anchors.device.type, enabled=False):
+        similarity = F.normalize(anchors.float(), dim=1) @ F.normalize(keys.float(), dim=1).T / temperature
+        similarity = similarity.scatter(1, itself.unsqueeze(1), -math.inf)  # 1[k ≠ i]
+        return F.cross_entropy(similarity, other)

@@ -1,0 +1,112 @@
+"""SwAV (Caron et al.: "Unsupervised Learning of Visual Features by Contrasting Cluster Assignments", NeurIPS 2020).
+
+z are unit projections, C the prototypes, q the codes (Eq. 3, Sinkhorn), p = softmax(zC/τ) (Eq. 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from patchmix import distributed
+from patchmix.losses import cross_entropy, entropy
+from patchmix.methods.method import Method, check_unit_interval
+from patchmix.nn.heads import BatchNorm
+from patchmix.nn.passes import project
+
+
+class SwAV(Method):
+    """Defaults are the paper's (Section 4 and appendix A); what it gives in epochs is a share of the training here."""
+
+    queue: Tensor
+    queued: Tensor
+
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        *,
+        prototypes: int = 3000,
+        temperature: float = 0.1,  # τ
+        epsilon: float = 0.05,  # ε of the Sinkhorn iterations
+        sinkhorn_iterations: int = 3,
+        freeze_prototypes: float = 0.01,  # the share of the training for which prototypes do not move
+        queue_length: int = 0,  # embeddings of earlier steps, over all processes, that help to balance small batches
+        queue_start: float = 0.04,  # the share of the training after which the queue is filled and used
+        head_hidden: int = 2048,
+        head_out: int = 128,
+    ) -> None:
+        super().__init__()
+        check_unit_interval("temperature", temperature, low_open=True)
+        check_unit_interval("epsilon", epsilon, low_open=True)
+        check_unit_interval("freeze_prototypes", freeze_prototypes)
+        check_unit_interval("queue_start", queue_start)
+        if queue_length < 0:
+            raise ValueError(f"queue_length is {queue_length}; it must be at least 0 (0: no queue)")
+        self.encoder = encoder
+        self.projector = nn.Sequential(
+            nn.Linear(encoder.num_features, head_hidden),
+            BatchNorm(head_hidden),
+            nn.ReLU(inplace=True),
+            nn.Linear(head_hidden, head_out),
+        )
+        self.prototypes = nn.Parameter(F.normalize(torch.randn(prototypes, head_out), dim=1))  # Cᵀ
+        self.register_buffer("queue", torch.zeros(2, queue_length, head_out))
+        self.register_buffer("queued", torch.zeros((), dtype=torch.long))
+        self.temperature, self.epsilon, self.sinkhorn_iterations = temperature, epsilon, sinkhorn_iterations
+        self.freeze_prototypes, self.queue_start = freeze_prototypes, queue_start
+        self.frozen, self.queueing = freeze_prototypes > 0, queue_start == 0
+
+    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """views: x1, x2 (N, C, H, W), which give codes, then any number of local crops, which only predict them."""
+        z = [F.normalize(f.float(), dim=1) for f in project(self.encoder, self.projector, views)]
+        prototypes = self.prototypes.detach() + 0.0 * self.prototypes if self.frozen else self.prototypes
+        with torch.autocast(z[0].device.type, enabled=False):
+            scores = [each @ prototypes.T for each in z]  # (N, prototypes)
+        codes = [self.codes(z[s], scores[s], self.queue[s]) for s in (0, 1)]
+        if self.queueing and self.queue.shape[1]:
+            self._enqueue(z[0], z[1])
+
+        swapped = [
+            cross_entropy(scores[t], codes[s], self.temperature).mean()  # ℓ(z_t, q_s), Eq. 2
+            for s in (0, 1)
+            for t in range(len(views))
+            if t != s
+        ]
+        loss = torch.stack(swapped).mean()
+        chance = torch.tensor(math.log(len(prototypes)), device=loss.device)
+        return {"loss": loss, "swav": loss, "swav/chance": chance, "swav/floor": entropy(torch.cat(codes)).mean()}
+
+    @torch.no_grad()
+    def codes(self, z: Tensor, scores: Tensor, queue: Tensor) -> Tensor:
+        """q of this process's images, balanced over the global batch and the queue once it is full: (N, prototypes)."""
+        n, offset = len(z), distributed.rank() * len(z)
+        everyone = distributed.gather(scores.detach())
+        if self.queueing and queue.shape[0] and int(self.queued) >= queue.shape[0]:
+            everyone = torch.cat([everyone, queue @ self.prototypes.T])
+        return sinkhorn(everyone, self.epsilon, self.sinkhorn_iterations)[offset : offset + n]
+
+    @torch.no_grad()
+    def _enqueue(self, *views: Tensor) -> None:
+        new = torch.stack([distributed.gather(z.detach()) for z in views])
+        self.queue.copy_(torch.cat([new, self.queue], dim=1)[:, : self.queue.shape[1]])
+        self.queued += new.shape[1]
+
+    @torch.no_grad()
+    def before_step(self, progress: float) -> None:
+        self.frozen, self.queueing = progress < self.freeze_prototypes, progress >= self.queue_start
+        self.prototypes.copy_(F.normalize(self.prototypes, dim=1))
+
+
+def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
+    """Codes that spread a batch evenly over the prototypes (Eqs. 3-5): (B, K) scores → (B, K), rows sum to 1."""
+    with torch.autocast(scores.device.type, enabled=False):
+        q = torch.exp((scores.float() - scores.max()) / epsilon)
+        for _ in range(iterations):
+            q = q / q.sum(dim=0, keepdim=True).clamp_min(1e-30) / q.shape[1]  # every prototype 1/K
+            q = q / q.sum(dim=1, keepdim=True).clamp_min(1e-30) / q.shape[0]  # every image 1/B
+        return q * q.shape[0]
