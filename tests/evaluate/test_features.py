@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from patchmix.data.shapes import shapes_source
 from patchmix.data.views import to_float
 from patchmix.evaluate import stored
-from patchmix.evaluate.features import Part, Subset, extract, usual_resize
+from patchmix.evaluate.features import Part, Subset, extract, progress_bar, usual_resize
 from patchmix.evaluate.labelled import held_out, open_labelled
-from patchmix.evaluate.stored import Reader
+from patchmix.evaluate.stored import Reader, encoder_name
 from patchmix.interop.encoder_file import EncoderFile
 from tests.evaluate.conftest import make_backbone
 
@@ -87,6 +87,40 @@ def test_resize_is_the_authors_switch(backbone: EncoderFile) -> None:
     cropped = Reader(backbone, device=CPU, resize=36).read(source).vectors
     assert not torch.allclose(whole, cropped)
     assert (usual_resize(32), usual_resize(224), usual_resize(384)) == (32, 256, 439)
+
+
+def test_broken_weights_are_named_and_not_stored(cache: Path) -> None:
+    backbone = make_backbone()
+    backbone.weights["norm.bias"][0] = float("nan")
+    with pytest.raises(ValueError, match=r"shapes \(train\): the features of 5 of 5 images are NaN"):
+        Reader(backbone, device=CPU).read(shapes_source("train", 5))
+    assert not cache.exists()
+
+
+def test_nothing_is_printed_where_nobody_looks(backbone: EncoderFile, capfd: pytest.CaptureFixture[str]) -> None:
+    Reader(backbone, device=CPU).read(shapes_source("train", 5))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_is_shown_at_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress_bar("features of x", 10) as advance:
+        advance(10)
+    out, err = capsys.readouterr()
+    assert out == "" and "features of x" in err
+
+
+@pytest.mark.parametrize(
+    ("origin", "shown"),
+    [
+        ({}, "vit_tiny_patch8_32"),
+        ({"recipe": "paper"}, "vit_tiny_patch8_32 (base encoder)"),
+        ({"format": "dino", "encoder": "momentum"}, "vit_tiny_patch8_32 (momentum encoder)"),
+    ],
+)
+def test_the_encoder_is_named(origin: dict[str, str], shown: str, backbone: EncoderFile) -> None:
+    assert encoder_name(dataclasses.replace(backbone, origin=origin)) == shown
 
 
 # --------------------------------------------------------------------------------------------------------------- store

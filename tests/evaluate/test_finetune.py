@@ -93,6 +93,10 @@ def test_what_it_leaves_is_what_it_tested(backbone: EncoderFile, few: Path, tmp_
         found = extract(model, test, image_size=32, mean=backbone.mean, std=backbone.std, device=torch.device("cpu"))
         assert found.labels is not None
         assert float((found.vectors.argmax(dim=1) == found.labels).double().mean()) == result.metrics[metric]
+    state = torch.load(next(tmp_path.glob("run/finetune-*/checkpoints/step-*.pt")), weights_only=True)["method"]
+    for name, tensor in model.state_dict().items():  # the last one is the average
+        assert torch.equal(tensor, state[f"ema.module.{name}"])
+    assert not torch.equal(state["ema.module.head.weight"], state["encoder.head.weight"])
     assert not torch.equal(model.blocks[0].attn.qkv.weight, backbone.weights["blocks.0.attn.qkv.weight"])
 
 

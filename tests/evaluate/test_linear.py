@@ -138,6 +138,7 @@ def test_the_papers_protocol(backbone: EncoderFile, tmp_path: Path) -> None:
         assert torch.equal(state["method"][f"encoder.{name}"], tensor)
     assert state["method"]["head.bias"].abs().min() > 0  # they began at 0
     assert state["optimizer"]["param_groups"][0]["nesterov"]
+    assert int(state["method"]["scores.steps"]) == 6
 
 
 class Stop(Exception):
@@ -197,6 +198,7 @@ def test_the_loss_of_the_frozen_method_has_gradients_for_the_head_only(backbone:
     out["loss"].backward()
     assert {name for name, p in method.named_parameters() if p.grad is not None} == {"head.weight", "head.bias"}
     assert not method.encoder.training
+    assert not any(p.requires_grad for p in method.encoder.parameters())
 
 
 def test_scores_keep_the_best_and_its_epoch() -> None:

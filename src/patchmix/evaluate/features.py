@@ -136,6 +136,17 @@ def extract(
     return Features(vectors, labels_at(source, indices), indices)
 
 
+def check_finite(vectors: Tensor, whose: str) -> None:
+    """A ValueError where a feature is NaN or infinite: its similarities would mean nothing."""
+    finite = torch.cat([torch.isfinite(vectors[i : i + 65536]).all(dim=1) for i in range(0, len(vectors), 65536)])
+    if not bool(finite.all()):
+        rows = finite.logical_not().nonzero().flatten()
+        raise ValueError(
+            f"{whose}: the features of {len(rows)} of {len(vectors)} images are NaN or infinite (the first: image "
+            f"{int(rows[0])}); the encoder's weights are broken, take an earlier checkpoint"
+        )
+
+
 def labels_at(source: Source, indices: Tensor) -> Tensor | None:
     """The labels of some samples: (n,) → (n,), or None where the source has none."""
     return None if source.labels is None else torch.from_numpy(source.labels)[indices]

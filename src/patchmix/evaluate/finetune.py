@@ -105,7 +105,7 @@ def evaluate_finetune(
     settings.check()
     target = distributed.local_device(device)
     with distributed.process_group(target):
-        labelled = open_labelled(data)
+        labelled = open_labelled(data, many_passes=True)
         had_test = labelled.test is not None
         labelled = labelled.with_test()
         assert labelled.test is not None

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.evaluate.features import LAYERS, Pool
+from patchmix.evaluate.features import LAYERS, Pool, progress_bar
+from patchmix.evaluate.features import check_finite as check_finite  # those who vote need it, too
 from patchmix.evaluate.labelled import open_labelled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import Reader
@@ -22,8 +23,8 @@ from patchmix.interop.encoder_file import EncoderFile
 TEMPERATURE = 0.07  # τ′
 HEADLINE_K = 20
 USUAL_KS = (10, 20, 100, 200)
-BLOCK_ELEMENTS = 1 << 25  # similarities held at a time: 128 MB
-QUERY_ROWS = 8192  # queries that go through the bank together
+BLOCK_ELEMENTS = 1 << 26  # similarities held at a time: 256 MB
+QUERY_ROWS = 4096  # queries that go through the bank together
 
 
 def evaluate_knn(
@@ -77,6 +78,7 @@ def evaluate_knn(
             temperature=temperature,
             leave_one_out=alone,
             device=target,
+            progress=True,
         )
         headline = HEADLINE_K if HEADLINE_K in ks else ks[0]
         metrics = {"top1": accuracy(predicted[headline], asked.labels)}
@@ -119,6 +121,7 @@ def knn_predict(
     leave_one_out: bool = False,
     top: int = 5,
     device: torch.device | None = None,
+    progress: bool = False,
 ) -> dict[int, Tensor]:
     """The `top` most voted classes of every query, for every k in one pass.
 
@@ -137,16 +140,18 @@ def knn_predict(
     classes = int(labels.max()) + 1
     parts: dict[int, list[Tensor]] = {k: [] for k in ks}
     rows = max(1, min(QUERY_ROWS, BLOCK_ELEMENTS // max(classes, max(ks))))  # also what the tally may hold
-    for start in range(0, len(queries), rows):
-        asked = F.normalize(queries[start : start + rows].to(device).float(), dim=1)
-        similarity, where = _nearest(bank, asked, max(ks), first=start if leave_one_out else None)
-        # Relative to the nearest: that changes no ranking, and no vote overflows.
-        votes = torch.exp((similarity - similarity[:, :1]) / temperature)  # (rows, K)
-        voted = labels[where]
-        for k in ks:
-            tally = votes.new_zeros(len(votes), classes).scatter_add_(1, voted[:, :k], votes[:, :k])
-            most = tally.topk(min(top, classes), dim=1)
-            parts[k].append(most.indices.where(most.values > 0, -1).cpu())
+    with progress_bar("kNN", len(queries), wanted=progress) as advance:
+        for start in range(0, len(queries), rows):
+            asked = F.normalize(queries[start : start + rows].to(device).float(), dim=1)
+            similarity, where = _nearest(bank, asked, max(ks), first=start if leave_one_out else None)
+            # Relative to the nearest: that changes no ranking, and no vote overflows.
+            votes = torch.exp((similarity - similarity[:, :1]) / temperature)  # (rows, K)
+            voted = labels[where]
+            for k in ks:
+                tally = votes.new_zeros(len(votes), classes).scatter_add_(1, voted[:, :k], votes[:, :k])
+                most = tally.topk(min(top, classes), dim=1)
+                parts[k].append(most.indices.where(most.values > 0, -1).cpu())
+            advance(len(asked))
     return {k: torch.cat(found) for k, found in parts.items()}
 
 
@@ -187,17 +192,6 @@ def check_ks(ks: Sequence[int], available: int) -> None:
             raise ValueError(
                 f"k is {k}, but only {available} labelled images can vote; take a k up to {available}, or more images"
             )
-
-
-def check_finite(vectors: Tensor, whose: str) -> None:
-    """A ValueError where a feature is NaN or infinite: its similarities would mean nothing."""
-    finite = torch.cat([torch.isfinite(vectors[i : i + 65536]).all(dim=1) for i in range(0, len(vectors), 65536)])
-    if not bool(finite.all()):
-        rows = finite.logical_not().nonzero().flatten()
-        raise ValueError(
-            f"{whose}: the features of {len(rows)} of {len(vectors)} images are NaN or infinite (the first: image "
-            f"{int(rows[0])}); the encoder's weights are broken, take an earlier checkpoint"
-        )
 
 
 def accuracy(predictions: Tensor, labels: Tensor, top: int = 1) -> float:

@@ -14,6 +14,7 @@ from patchmix.data.sources import has_split, open_source
 from patchmix.evaluate.features import Part
 
 HELD_OUT = 0.2  # of the training images, to test on where there is no test split
+_MEMORY = 2 << 30  # bytes of decoded images that may be held
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,22 @@ class Labelled:
         )
 
 
-def open_labelled(data: str | Path) -> Labelled:
+def open_labelled(data: str | Path, *, many_passes: bool = False) -> Labelled:
     """Opens what an evaluation needs; a ValueError says what is missing.
 
-    In a folder without train/, the first-level sub-folders are classes.
+    In a folder without train/, the first-level sub-folders are classes. With `many_passes`, sets that fit are decoded
+    into memory at once; without, images are decoded when they are asked for, which they never are where their
+    features are stored.
     """
-    train = _open_train(data)
+    cache_bytes = _MEMORY if many_passes else 0
+    train = _open_train(data, cache_bytes)
     labels = _labels_of(train)
     if len(np.unique(labels)) < 2:
         raise ValueError(f"{train.name} has one class only; there is nothing to tell apart, give data with two or more")
     classes = int(labels.max()) + 1
     test: Source | None = None
     if has_split(data, "test"):
-        test = open_source(data, "test")
+        test = open_source(data, "test", cache_bytes=cache_bytes)
         highest = int(_labels_of(test).max())
         if highest >= classes:
             raise ValueError(
@@ -83,9 +87,9 @@ def held_out(labels: Labels, share: float) -> npt.NDArray[np.bool_]:
     return held
 
 
-def _open_train(data: str | Path) -> Source:
+def _open_train(data: str | Path, cache_bytes: int) -> Source:
     try:
-        return open_source(data, "train", class_folders=True)
+        return open_source(data, "train", class_folders=True, cache_bytes=cache_bytes)
     except ValueError as error:
         try:
             plain = open_source(data, "train", cache_bytes=0, progress=False)

@@ -71,7 +71,7 @@ def evaluate_linear(
         raise ValueError(f"epochs is {epochs}; it must be above 0, the paper's is {EPOCHS:g}")
     target = distributed.local_device(device)
     with distributed.process_group(target):
-        labelled = open_labelled(data)
+        labelled = open_labelled(data, many_passes=protocol == "paper")
         had_test = labelled.test is not None
         labelled = labelled.with_test()
         reader = Reader(backbone, device=target, pool=pool, resize=resize, workers=workers, cache=cache)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from patchmix import distributed
 from patchmix.data.contract import Source
-from patchmix.evaluate.features import Features, Pool, extract, labels_at, usual_resize
+from patchmix.evaluate.features import Features, Pool, check_finite, extract, labels_at, usual_resize
 from patchmix.interop.atomic import replacing
 from patchmix.interop.encoder_file import EncoderFile
 
@@ -86,6 +86,7 @@ class Reader:
             workers=self._workers,
             progress=True,
         )
+        check_finite(features.vectors, source.name)
         if self._cache and distributed.is_main():
             _store(path, features)
         return features
@@ -108,7 +109,8 @@ class Reader:
 
 def encoder_name(backbone: EncoderFile) -> str:
     shape = backbone.architecture
-    which = backbone.origin.get("encoder")
+    ours = "recipe" in backbone.origin  # a run keeps its base encoder
+    which = backbone.origin.get("encoder") or ("base" if ours else None)
     return f"{shape.name} ({which} encoder)" if which else shape.name
 
 

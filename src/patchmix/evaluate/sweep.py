@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchmix.evaluate.knn import check_finite
+from patchmix.evaluate.features import check_finite
 
 LRS = (0.03, 0.1, 0.3, 1.0)  # relative to 1 / the variance along each axis
 DECAYS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
@@ -27,7 +27,7 @@ _BATCH = 1024
 _LOGITS = 1 << 25  # held at a time: 128 MB
 _LEAST_VARIANCE = 1e-3  # axes with less, of the mean axis's, get no larger steps: there is noise only
 _LEAST_STEPS = 600  # small sets get more epochs
-_LEAST_EPOCHS = 30
+_LEAST_EPOCHS = 12
 
 
 @dataclass(frozen=True)

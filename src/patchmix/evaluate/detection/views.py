@@ -1,0 +1,185 @@
+"""Images and their objects on a square canvas: large-scale jitter for training, the longer side fitted for testing.
+
+Shapes: N images, S the canvas's side, T objects of all N images together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import torch
+from pycocotools import mask as rle
+from torch import Tensor
+
+from patchmix.data.decode import Pixels
+from patchmix.data.randomness import uniforms
+from patchmix.evaluate.detection.coco import CocoImages, Mask, mask_of
+
+Indices = npt.NDArray[np.int64]
+Target = dict[str, Tensor]  # boxes (t, 4) as x0, y0, x1, y1; labels (t,); masks (t, S, S): one image's objects
+_LARGEST_PIXELS = 8_000  # a side; jitter of very long images must not take all memory
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How an image lies on its canvas: flipped, then resized to (height, width), then cut out at (top, left)."""
+
+    height: int
+    width: int
+    top: int = 0
+    left: int = 0
+    flip: bool = False
+
+    def visible(self, size: int) -> tuple[int, int]:
+        """Height and width of what is seen of it on a canvas of `size`."""
+        return min(size, self.height - self.top), min(size, self.width - self.left)
+
+
+def fitted(height: int, width: int, size: int) -> Placement:
+    """The longer side becomes `size`; the rest of the canvas stays empty."""
+    scale = size / max(height, width)
+    return Placement(max(1, round(height * scale)), max(1, round(width * scale)))
+
+
+def jittered(
+    height: int, width: int, size: int, *, scale: tuple[float, float], draws: Sequence[float], flip: bool = True
+) -> Placement:
+    """Large-scale jitter (Ghiasi et al. 2021): fitted, times a uniform factor; what is too large is cut at random.
+
+    draws: four numbers in [0, 1).
+    """
+    factor = scale[0] + (scale[1] - scale[0]) * draws[0]
+    factor = min(factor * size, _LARGEST_PIXELS) / max(height, width)
+    tall, wide = max(1, round(height * factor)), max(1, round(width * factor))
+    top, left = int(draws[1] * (max(tall - size, 0) + 1)), int(draws[2] * (max(wide - size, 0) + 1))
+    return Placement(tall, wide, top, left, flip=flip and draws[3] < 0.5)
+
+
+def place_image(image: Pixels, where: Placement, size: int, fill: Sequence[int]) -> Pixels:
+    """uint8 (H, W, 3) → (S, S, 3); `fill` is the colour of the empty part."""
+    if where.flip:
+        image = np.ascontiguousarray(image[:, ::-1])
+    smaller = where.height < image.shape[0]
+    resized = cv2.resize(
+        image, (where.width, where.height), interpolation=cv2.INTER_AREA if smaller else cv2.INTER_LINEAR
+    )
+    height, width = where.visible(size)
+    canvas = np.empty((size, size, 3), np.uint8)
+    canvas[:] = np.asarray(fill, np.uint8)
+    canvas[:height, :width] = resized[where.top : where.top + height, where.left : where.left + width]
+    return canvas
+
+
+def place_mask(annotation: dict[str, Any], height: int, width: int, where: Placement, size: int) -> Mask:
+    """An object's mask on the canvas, uint8 (S, S) of 0 and 1. Polygons are drawn at the new size, not resampled."""
+    shape = annotation["segmentation"]
+    seen = where.visible(size)
+    canvas = np.zeros((size, size), np.uint8)
+    if isinstance(shape, list):
+        across, down = where.width / width, where.height / height
+        moved = []
+        for polygon in shape:
+            points = np.asarray(polygon, np.float64).reshape(-1, 2)
+            x = width - points[:, 0] if where.flip else points[:, 0]
+            moved.append(np.stack([x * across - where.left, points[:, 1] * down - where.top], axis=1).ravel().tolist())
+        canvas[: seen[0], : seen[1]] = rle.decode(rle.merge(rle.frPyObjects(moved, *seen)))
+        return canvas
+    mask = mask_of(annotation, height, width)
+    if where.flip:
+        mask = np.ascontiguousarray(mask[:, ::-1])
+    resized = cv2.resize(mask, (where.width, where.height), interpolation=cv2.INTER_NEAREST)
+    canvas[: seen[0], : seen[1]] = resized[where.top : where.top + seen[0], where.left : where.left + seen[1]]
+    return canvas
+
+
+def box_around(mask: Mask) -> tuple[float, float, float, float] | None:
+    """The smallest x0, y0, x1, y1 around a mask's pixels; None where it has none."""
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    if not len(rows):
+        return None
+    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
+
+
+class TrainingViews:
+    """The loader's transform for training: (images, which ones) → the arrays that `unpack` turns into targets."""
+
+    def __init__(
+        self,
+        source: CocoImages,
+        *,
+        size: int,
+        scale: tuple[float, float],
+        flip: bool,
+        mean: Sequence[float],
+        seed: int,
+    ) -> None:
+        self._source, self._size, self._scale, self._flip, self._seed = source, size, scale, flip, seed
+        self._fill = canvas_colour(mean)
+
+    def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Any]:
+        """Pixels uint8 (N, S, S, 3); visible sizes and numbers of objects (N, 3); boxes (T, 4), labels (T,), and
+        masks as bits (T, S, ⌈S/8⌉): an eighth of the memory on the way from the worker."""
+        draws = uniforms(4, self._seed, epoch, indices)
+        pixels, sizes = np.empty((len(images), self._size, self._size, 3), np.uint8), []
+        boxes: list[tuple[float, ...]] = []
+        labels, masks = [], []
+        for n, (image, index) in enumerate(zip(images, indices.tolist(), strict=True)):
+            height, width = image.shape[:2]
+            where = jittered(height, width, self._size, scale=self._scale, draws=draws[n].tolist(), flip=self._flip)
+            pixels[n] = place_image(image, where, self._size, self._fill)
+            before = len(boxes)
+            for annotation in self._source.objects(index):
+                mask = place_mask(annotation, height, width, where, self._size)
+                if (box := box_around(mask)) is not None:  # else it was cut off, or is smaller than a pixel now
+                    boxes.append(box)
+                    labels.append(self._source.label(annotation))
+                    masks.append(np.packbits(mask, axis=1))
+            sizes.append((*where.visible(self._size), len(boxes) - before))
+        return [
+            pixels,
+            np.array(sizes, np.int64).reshape(-1, 3),
+            np.array(boxes, np.float32).reshape(-1, 4),
+            np.array(labels, np.int64),
+            np.array(masks, np.uint8).reshape(len(boxes), self._size, -(-self._size // 8)),
+        ]
+
+
+class FittedViews:
+    """The loader's transform for testing: the longer side fitted to the canvas."""
+
+    def __init__(self, *, size: int, mean: Sequence[float]) -> None:
+        self._size, self._fill = size, canvas_colour(mean)
+
+    def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Any]:
+        """Pixels uint8 (N, S, S, 3); visible and original heights and widths (N, 4)."""
+        pixels, sizes = np.empty((len(images), self._size, self._size, 3), np.uint8), []
+        for n, image in enumerate(images):
+            where = fitted(image.shape[0], image.shape[1], self._size)
+            pixels[n] = place_image(image, where, self._size, self._fill)
+            sizes.append((where.height, where.width, *image.shape[:2]))
+        return [pixels, np.array(sizes, np.int64).reshape(-1, 4)]
+
+
+def canvas_colour(mean: Sequence[float]) -> list[int]:
+    """The pixel that normalises to nearly zero."""
+    return [round(255 * m) for m in mean]
+
+
+def unpack(views: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]], list[Target]]:
+    """What `TrainingViews` packed, on its device: pixels (N, S, S, 3), visible sizes, and each image's objects."""
+    pixels, sizes, boxes, labels, bits = views
+    side = pixels.shape[1]
+    shifts = torch.arange(7, -1, -1, device=bits.device, dtype=torch.uint8)
+    visible, targets, start = [], [], 0
+    for height, width, count in sizes.tolist():
+        own = slice(start, start + count)
+        masks = (bits[own, :, :, None] >> shifts & 1).flatten(2)[:, :, :side]
+        visible.append((height, width))
+        targets.append({"boxes": boxes[own], "labels": labels[own], "masks": masks})
+        start += count
+    return pixels, visible, targets
