@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from patchmix.methods.patchmix import PatchMixMethod
@@ -200,45 +198,6 @@ def test_when_the_momentum_encoder_moves(when: str) -> None:
 def test_impossible_options(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
-
-
-# ------------------------------------------------------------------------------------------------- several processes
-
-
-def _worker(rank: int, world: int, port_file: str, out: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=world)
-    method = make(num_mix=1).train()
-    parallel = torch.nn.parallel.DistributedDataParallel(method, broadcast_buffers=False)
-    result = parallel([x.chunk(world)[rank] for x in views(8)])
-    result["loss"].backward()
-    losses = torch.stack([result["loss"].detach(), result["mtm"].detach()])
-    torch.distributed.all_reduce(losses)
-    gradients = {name: p.grad for name, p in method.named_parameters() if p.grad is not None}
-    if rank == 0:
-        torch.save({"losses": losses / world, "gradients": gradients, "buffers": dict(method.named_buffers())}, out)
-    torch.distributed.destroy_process_group()
-
-
-def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
-    """With M = 1; for M > 1 each process mixes within its own batch, so the mixes differ."""
-    mp.start_processes(
-        _worker, args=(2, str(tmp_path / "store"), str(tmp_path / "out.pt")), nprocs=2, start_method="spawn"
-    )
-    two = torch.load(tmp_path / "out.pt", weights_only=True)
-    method = make(num_mix=1).train()
-    result = method(views(8))
-    result["loss"].backward()
-    torch.testing.assert_close(
-        two["losses"], torch.stack([result["loss"], result["mtm"]]).detach(), atol=1e-5, rtol=1e-5
-    )
-    one = {name: p.grad for name, p in method.named_parameters() if p.grad is not None}
-    assert one.keys() == two["gradients"].keys()
-    for name, gradient in one.items():
-        scale = max(1.0, gradient.abs().max().item())
-        assert (gradient - two["gradients"][name]).abs().max() <= 1e-5 * scale, name
-    for name, buffer in method.named_buffers():
-        torch.testing.assert_close(buffer, two["buffers"][name], atol=1e-5, rtol=1e-5)
 
 
 def test_share_of_a_mixed_batch_is_what_the_objective_uses() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from patchmix import distributed
 from patchmix.losses import Contrasts, place
 from patchmix.methods.method import Method, check_unit_interval
-from patchmix.mixing import Region, RegionSwap
+from patchmix.mixing import Region, RegionSwap, partners
 from patchmix.nn.heads import mlp_head
 from patchmix.nn.momentum import MomentumCopy
 from patchmix.nn.passes import all_tokens, project
@@ -71,7 +71,7 @@ class RegionCL(Method):
             terms.add("local", 1.0, [(torch.cat(q_local), k)], targets.repeat(len(local_crops), 1))
         regions = [
             region_contrast(canvas, k, paste, own, self.temperature),
-            region_contrast(paste, k, canvas, own.flip(0), self.temperature),
+            region_contrast(paste, k, canvas, partners(own), self.temperature),
         ]
         level = torch.stack(regions).mean()
         entries = terms.total()

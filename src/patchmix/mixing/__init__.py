@@ -5,6 +5,7 @@ from patchmix.mixing.cutmix import CutMix
 from patchmix.mixing.mixed import Mix, Mixed, overlap
 from patchmix.mixing.mixup import Mixup
 from patchmix.mixing.oneof import OneOf
+from patchmix.mixing.pairs import partners
 from patchmix.mixing.patchmix import PatchMix
 from patchmix.mixing.regionswap import Region, RegionSwap
 from patchmix.mixing.resizemix import ResizeMix
@@ -21,4 +22,5 @@ __all__ = [
     "ResizeMix",
     "block_masks",
     "overlap",
+    "partners",
 ]

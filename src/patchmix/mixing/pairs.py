@@ -16,8 +16,9 @@ def pair_share(given: Tensor) -> Tensor:
     return torch.diag(1.0 - given) + torch.diag(given).flip(1)
 
 
-def partners(images: Tensor) -> Tensor:
-    return images.flip(0)
+def partners(x: Tensor) -> Tensor:
+    """What stands at each one's partner's place: x[N − 1 − i]."""
+    return x.flip(0)
 
 
 def beta(n: int, alpha: float, generator: torch.Generator | None) -> Tensor:

@@ -1,0 +1,376 @@
+"""Each method's loss against its paper's equations, on what its own networks give for each view alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchmix.build import METHODS
+from patchmix.methods.method import Method
+from patchmix.methods.swav import sinkhorn
+from patchmix.mixing import PatchMix
+from patchmix.nn.passes import all_tokens, project
+from patchmix.nn.vit import create_encoder
+from tests.oracles import methods as oracle
+
+SMALL: dict[str, Any] = {"head_hidden": 32, "head_out": 16}
+OTHERS = [name for name in METHODS if name != "patchmix"]
+
+
+def make(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
+    own = {"swav": {"prototypes": 12}}.get(name, {})
+    return METHODS[name](encoder, **(SMALL | own | options)).train()
+
+
+def views(n: int = 6, local: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(n, 3, size, size, generator=generator) for size in [16, 16] + [8] * local]
+
+
+def shaken(method: Method) -> None:
+    """The momentum network must differ from the base, or a mistake between them stays hidden."""
+    with torch.no_grad():
+        for parameter in method.parameters():
+            if not parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def near(value: float) -> Any:
+    return pytest.approx(value, rel=2e-4)
+
+
+def queries(method: Any, *batches: Tensor) -> list[Tensor]:
+    return [method.predictor(method.projector(method.encoder(x))) for x in batches]
+
+
+def keys(method: Any, *batches: Tensor) -> list[Tensor]:
+    f, g = method.momentum_copy.network
+    return [g(f(x)) for x in batches]
+
+
+def test_mocov3() -> None:
+    method = make("mocov3")
+    shaken(method)
+    x1, x2, *crops = views(local=2)
+    q1, q2 = queries(method, x1, x2)
+    k1, k2 = keys(method, x1, x2)
+    expected = oracle.ctr(q1, k2, 0.2) + oracle.ctr(q2, k1, 0.2)
+    out = method([x1, x2])
+    assert out["loss"].item() == near(expected)
+    assert out["contrast/chance"].item() == near(2 * math.log(6))
+    local = sum(oracle.ctr(q, k, 0.2) for q in queries(method, *crops) for k in (k1, k2)) / 2
+    assert method([x1, x2, *crops])["loss"].item() == near(expected + local)
+    assert not method.encoder.patch_embed.proj.weight.requires_grad
+    assert make("mocov3", frozen_patch_embed=False).encoder.patch_embed.proj.weight.requires_grad
+
+
+def test_simclr() -> None:
+    method = make("simclr", temperature=0.3)
+    x1, x2 = views()
+    z1, z2 = (method.projector(method.encoder(x)) for x in (x1, x2))
+    out = method([x1, x2])
+    assert out["loss"].item() == near(oracle.nt_xent(z1, z2, 0.3))
+    assert out["ntxent/chance"].item() == near(math.log(11))
+    assert method(views(local=2))["loss"] > out["loss"]
+
+
+def test_byol() -> None:
+    method = make("byol")
+    shaken(method)
+    x1, x2, *crops = views(local=2)
+    q1, q2 = queries(method, x1, x2)
+    z1, z2 = keys(method, x1, x2)
+    expected = oracle.byol(q1, z2) + oracle.byol(q2, z1)
+    assert method([x1, x2])["loss"].item() == near(expected)
+    local = sum(oracle.byol(q, z) for q in queries(method, *crops) for z in (z1, z2)) / 2
+    assert method([x1, x2, *crops])["loss"].item() == near(expected + local)
+
+
+@pytest.mark.parametrize("local", [0, 2])
+def test_swav(local: int) -> None:
+    method = make("swav")
+    x = views(local=local)
+    z = [method.projector(method.encoder(each)) for each in x]
+    expected = oracle.swav(z, method.prototypes, 0.1, 0.05, 3)
+    assert method(x)["loss"].item() == near(expected)
+
+
+def test_swav_codes_are_balanced_after_the_stated_iterations() -> None:
+    """3000 prototypes and the batch of the paper's small-batch runs: marginals 1/K and 1/B to 1e-3."""
+    z = torch.nn.functional.normalize(torch.randn(512, 128), dim=1)
+    c = torch.nn.functional.normalize(torch.randn(300, 128), dim=1)
+    q = sinkhorn(z @ c.T, 0.05, 3) / 512
+    assert (q.sum(dim=1) - 1 / 512).abs().max() < 1e-6
+    assert (q.sum(dim=0) - 1 / 300).abs().max() < 1e-3
+    converged = sinkhorn(z @ c.T, 0.05, 200) / 512
+    assert (converged.sum(dim=0) - 1 / 300).abs().max() < 1e-6
+    unbalanced = torch.softmax(z @ c.T / 0.05, dim=1) / 512  # what no iteration would give
+    assert (unbalanced.sum(dim=0) - 1 / 300).abs().max() > 1e-3
+
+
+def test_swav_prototypes_are_unit_and_freeze_for_the_first_part_only() -> None:
+    method = make("swav", freeze_prototypes=0.5)
+    with torch.no_grad():
+        method.prototypes.mul_(3.0)
+    for progress, moves in ((0.0, False), (0.49, False), (0.5, True)):
+        method.before_step(progress)
+        torch.testing.assert_close(method.prototypes.norm(dim=1), torch.ones(12))
+        method.zero_grad()
+        method(views())["loss"].backward()
+        assert (method.prototypes.grad.abs().max() > 0) == moves
+        assert method.projector[0].weight.grad.abs().max() > 0
+
+
+def test_swav_queue_joins_the_balance_once_it_is_full() -> None:
+    plain, method = make("swav"), make("swav", queue_length=12, queue_start=0.5)
+    x, others = views(), [torch.randn(6, 3, 16, 16) for _ in range(2)]
+    unit = torch.nn.functional.normalize
+    z, z_others = ([unit(f, dim=1) for f in project(plain.encoder, plain.projector, v)] for v in (x, others))
+    method.before_step(0.4)
+    method(x)
+    assert method.queued == 0  # not before its time
+    method.before_step(0.5)
+    assert method(others)["loss"].item() == plain(others)["loss"].item()
+    assert method(x)["loss"].item() == plain(x)["loss"].item()  # half full until here
+    newest_first = torch.stack([torch.cat(pair) for pair in zip(z, z_others, strict=True)])
+    torch.testing.assert_close(method.queue, newest_first, atol=1e-5, rtol=1e-4)
+    scores = z[0] @ method.prototypes.T
+    everyone = torch.cat([scores, newest_first[0] @ method.prototypes.T])
+    expected = torch.tensor(oracle.sinkhorn(oracle.rows(everyone), 0.05, 3)[:6])
+    torch.testing.assert_close(method.codes(z[0], scores, method.queue[0]), expected, atol=1e-4, rtol=1e-3)
+    assert method(x)["loss"].item() != pytest.approx(plain(x)["loss"].item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("local", [0, 2])
+def test_dino(local: int) -> None:
+    method = make("dino")
+    shaken(method)
+    x = views(local=local)
+    method.centre.value.normal_(std=0.1)
+    s = [method.head(method.encoder(each)) for each in x]
+    f, g = method.teacher.network
+    t = [g(f(each)) for each in x[:2]]
+    expected = oracle.dino(s, t, method.centre.value, 0.1, 0.04)
+    assert method(x)["loss"].item() == near(expected)
+
+
+def test_dino_centre_follows_the_teachers_mean() -> None:
+    method = make("dino", centre_momentum=0.75)
+    x = views()
+    f, g = method.teacher.network
+    t = torch.cat([g(f(each)) for each in x]).detach()
+    for step in range(1, 4):
+        method(x)
+        torch.testing.assert_close(method.centre.value, (1 - 0.75 ** (step - 1)) * t.mean(dim=0), atol=1e-6, rtol=1e-4)
+        method.centre.update()
+        torch.testing.assert_close(method.centre.value, (1 - 0.75**step) * t.mean(dim=0), atol=1e-6, rtol=1e-4)
+    method.after_step(1.0)  # μ = 1: nothing moves, and nothing was observed
+    torch.testing.assert_close(method.centre.value, (1 - 0.75**3) * t.mean(dim=0), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dino", "ibot"])
+def test_teacher_temperature_rises_linearly_and_the_last_layer_freezes(name: str) -> None:
+    method = make(name, teacher_temperature=(0.04, 0.08), teacher_warmup=0.5, freeze_last_layer=0.3)
+    for progress, temperature in ((0.0, 0.04), (0.25, 0.06), (0.5, 0.08), (0.9, 0.08)):
+        method.before_step(progress)
+        assert method.scalars["teacher_temperature"] == pytest.approx(temperature)
+        method.zero_grad()
+        method(views())["loss"].backward()
+        assert (method.head.prototypes.grad.abs().max() > 0) == (progress >= 0.3)
+        assert method.head.mlp[0].weight.grad.abs().max() > 0
+
+
+def test_the_length_of_prototypes_is_an_option() -> None:
+    assert make("dino").head.lengths is None
+    head = make("dino", norm_last_layer=False).head
+    x = torch.randn(3, 24)
+    unit = head(x)
+    with torch.no_grad():
+        head.lengths.mul_(2.0)
+    torch.testing.assert_close(head(x), 2 * unit)
+    assert unit.abs().max() <= 1.0  # cosines
+
+
+@pytest.mark.parametrize("local", [0, 2])
+def test_ibot(local: int) -> None:
+    method = make("ibot", weights=(0.7, 1.3), teacher_patch_temperature=(0.05, 0.07))
+    shaken(method)
+    with torch.no_grad():
+        method.mask_token.normal_()
+    method.centre.value.normal_(std=0.1)
+    method.centre_patch.value.normal_(std=0.1)
+    x = views(local=local)
+    method.generator.manual_seed(3)
+    out = method(x)
+    method.generator.manual_seed(3)
+    mask = method.draw_masks(torch.cat(x[:2])).split(6)
+    assert 0 < torch.cat(mask).any(dim=1).sum() < 12
+
+    s, t, mim = [], [], 0.0
+    f, g = method.teacher.network
+    for each, hidden in zip(x[:2], mask, strict=True):
+        cls, patches = all_tokens(method.encoder, each, hidden, method.mask_token)
+        t_cls, t_patches = all_tokens(f, each)
+        s.append(method.head(cls))
+        t.append(g(t_cls))
+        args = (hidden, method.centre_patch.value, 0.1, 0.05)
+        mim += oracle.masked_patches(method.head(patches), g(t_patches), *args) / 2
+    s += [method.head(method.encoder(crop)) for crop in x[2:]]
+    cls_loss = oracle.dino(s, t, method.centre.value, 0.1, 0.04)
+    assert out["cls"].item() == near(cls_loss)
+    assert out["mim"].item() == near(mim)
+    assert out["loss"].item() == near(0.7 * cls_loss + 1.3 * mim)
+    method.after_step(1.0)
+    everything = torch.cat([g(all_tokens(f, each)[1]).flatten(0, 1) for each in x[:2]])
+    moved = method.centre_patch.value
+    method.centre_patch.value = torch.zeros_like(moved)
+    method.centre_patch.observe(everything)
+    method.centre_patch.update()
+    torch.testing.assert_close(method.centre_patch.value, 0.1 * everything.mean(dim=0), atol=1e-6, rtol=1e-4)
+
+
+def test_tokens_are_those_of_the_encoder_and_masked_patches_cannot_be_seen() -> None:
+    method = make("ibot").eval()
+    x = views()[0]
+    cls, patches = all_tokens(method.encoder, x)
+    torch.testing.assert_close(cls, method.encoder(x))
+    torch.testing.assert_close(patches, method.encoder.forward_features(x)[:, 1:])
+    mask = torch.zeros(6, 16, dtype=torch.bool)
+    mask[:, 5] = True  # row 1, column 1 of a 4 × 4 grid
+    changed = x.clone()
+    changed[:, :, 4:8, 4:8] += 1.0
+    masked = [all_tokens(method.encoder, each, mask, method.mask_token)[1] for each in (x, changed)]
+    torch.testing.assert_close(masked[0], masked[1])
+    assert not torch.allclose(patches, all_tokens(method.encoder, changed)[1])
+    assert not torch.allclose(patches, masked[0])
+
+
+@pytest.mark.parametrize("mix", ["resizemix", "cutmix", "mixup", "all"])
+def test_sdmp(mix: str) -> None:
+    method = make("sdmp", mix=mix)
+    shaken(method)
+    x1, x2 = views()
+    for seed in range(3):
+        method.generator.manual_seed(seed)
+        out = method([x1, x2])
+        method.generator.manual_seed(seed)
+        a, b = (x2, x1) if torch.rand((), generator=method.generator) > 0.5 else (x1, x2)
+        step = method.mix.for_one_step()
+        given = step.draw(6)
+        mix_a, mix_b = step(a, given), step(b, given)
+        q, q_mix = queries(method, a, mix_b.images)
+        k_a, k_b, k_mix = keys(method, a, b, mix_a.images)
+        kept = [[float(v) for v in m.share.diagonal()] for m in (mix_a, mix_b)]  # λ, as the pixels have it
+        same = [min(kept[1][i], kept[0][i]) + min(1 - kept[1][i], 1 - kept[0][i]) for i in range(6)]
+        swap = [min(kept[1][i], 1 - kept[0][5 - i]) + min(1 - kept[1][i], kept[0][5 - i]) for i in range(6)]
+        if mix != "cutmix" and mix != "all":  # boxes that may be cut off differ in the two views
+            assert same == pytest.approx([1.0] * 6, abs=1e-5)
+        totals = [s + p for s, p in zip(same, swap, strict=True)]
+        expected = oracle.ctr(q, k_b, 0.2)
+        tau2 = 0.5 * 2 * 0.2
+        expected += tau2 * oracle.sdmp(q_mix, k_a, kept[1], [1 - v for v in kept[1]], 0.2)
+        weights = [[v / t for v, t in zip(w, totals, strict=True)] for w in (same, swap)]
+        expected += tau2 * oracle.sdmp(q_mix, k_mix, weights[0], weights[1], 0.2)
+        assert out["loss"].item() == near(expected)
+
+
+def test_regioncl() -> None:
+    method = make("regioncl", weights=(0.8, 1.2))
+    shaken(method)
+    x1, x2 = views()
+    method.generator.manual_seed(5)
+    out = method([x1, x2])
+    method.generator.manual_seed(5)
+    region = method.swap.draw(x1)
+    swapped = x1.clone()
+    rows, columns = slice(4 * region.top, 4 * region.bottom), slice(4 * region.left, 4 * region.right)
+    for i in range(6):
+        swapped[i, :, rows, columns] = x1[5 - i, :, rows, columns]
+    tokens = method.encoder.forward_features(swapped)[:, 1:].view(6, 4, 4, 24)
+    within = torch.zeros(4, 4, dtype=torch.bool)
+    within[region.top : region.bottom, region.left : region.right] = True
+    head = lambda f: method.predictor(method.projector(f))  # noqa: E731
+    paste = head(torch.stack([t[within].mean(dim=0) for t in tokens]))
+    canvas = head(torch.stack([t[~within].mean(dim=0) for t in tokens]))
+    (q,) = queries(method, x1)
+    (k,) = keys(method, x2)
+    places = list(range(6))
+    regions = oracle.region(canvas, k, paste, places, 0.2) + oracle.region(paste, k, canvas, places[::-1], 0.2)
+    assert out["region"].item() == near(regions / 2)
+    assert out["loss"].item() == near(0.8 * oracle.ctr(q, k, 0.2) / 0.4 + 1.2 * regions / 2)
+    assert "local" in method(views(local=1))
+
+
+# ------------------------------------------------------------------------------------------- what all have in common
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_gradients_reach_everything_that_is_trained_and_nothing_else(name: str) -> None:
+    method = make(name)
+    method.before_step(0.5)
+    method(views(local=2))["loss"].backward()
+    for key, parameter in method.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), key
+        else:
+            assert parameter.grad is None, key
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_values_can_be_compared_with_chance_and_floor(name: str) -> None:
+    out = make(name)(views())
+    terms = [key for key in out if "/" not in key and key != "loss"]
+    assert terms
+    for term in terms:
+        assert out[f"{term}/floor"] - 1e-4 <= out[term]
+        assert out[f"{term}/chance"] >= out[f"{term}/floor"]
+
+
+@pytest.mark.parametrize("name", [n for n in OTHERS if n not in ("simclr", "swav")])
+def test_the_momentum_network_follows_the_cosine(name: str) -> None:
+    method = make(name, momentum=0.5)
+    copy = getattr(method, "momentum_copy", None) or method.teacher
+    before = copy.network[0].norm.weight.clone()
+    with torch.no_grad():
+        method.encoder.norm.weight.add_(1.0)
+    method.after_step(0.5)
+    assert method.scalars["momentum"] == pytest.approx(0.75)
+    torch.testing.assert_close(copy.network[0].norm.weight, before + 0.25)
+    method.after_step(1.0)
+    torch.testing.assert_close(copy.network[0].norm.weight, before + 0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mocov3", {"temperature": 0.0}, "temperature is 0.0"),
+        ("simclr", {"head_layers": 0}, "head_layers is 0"),
+        ("byol", {"momentum": 2.0}, "momentum is 2.0"),
+        ("swav", {"queue_length": -1}, "queue_length is -1"),
+        ("swav", {"freeze_prototypes": 5.0}, "freeze_prototypes is 5.0"),
+        ("dino", {"teacher_temperature": (0.0, 0.07)}, "teacher_temperature is 0.0"),
+        ("ibot", {"mask_ratio": (0.1, 1.5)}, "mask_ratio is 1.5"),
+        ("sdmp", {"momentum": -0.1}, "momentum is -0.1"),
+        ("regioncl", {"region_sides": (0.5, 0.1)}, "sides of RegionSwap"),
+    ],
+)
+def test_impossible_options(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(name, **options)
+
+
+def test_a_mix_of_one_image_makes_patchmix_a_plain_contrast() -> None:
+    """The bridge between PatchMix and MoCo v3: with M = 1 and no mixes the origin term is half of MoCo v3's sum."""
+    method = make("patchmix", num_mix=1)
+    assert isinstance(method.mix, PatchMix)
+    x1, x2 = views()
+    reference = make("mocov3")
+    reference.load_state_dict(method.state_dict())
+    out = method([x1, x2])
+    assert 2 * 0.2 * (out["oto"] + out["mto"]).item() == near(reference([x1, x2])["loss"].item())
