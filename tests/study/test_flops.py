@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from patchmix.build import METHODS as REGISTERED
+from patchmix.nn.vit import create_encoder
+from patchmix.study.flops import (
+    METHODS,
+    MODELS,
+    PAPER_GFLOPS,
+    Iteration,
+    Sizes,
+    count_flops,
+    encoder_flops,
+    encoder_parameters,
+    flops_table,
+    iteration,
+    method_flops,
+    patchmix_flops,
+    print_flops,
+    sizes_of,
+)
+
+
+def test_every_registered_method_has_a_cost() -> None:
+    assert set(METHODS) == set(REGISTERED)
+
+
+@pytest.mark.parametrize("method", ["patchmix", "sdmp", "mocov3"])
+@pytest.mark.parametrize("column", range(3))
+def test_the_papers_column_within_half_a_percent(method: str, column: int) -> None:
+    flops = method_flops(method, sizes_of(MODELS[column]))
+    assert flops / 1e9 == pytest.approx(PAPER_GFLOPS[method][column], rel=5e-3)
+
+
+def test_dino_with_eight_crops_of_16_px_within_a_percent() -> None:
+    for row in flops_table(["dino"]):
+        assert row.difference == pytest.approx(0.0, abs=8e-3)
+        assert abs(flops_table(["dino"], [row.model], local_crops=10, local_size=16)[0].linear / row.linear - 1) > 0.05
+
+
+def test_ibots_rows_of_the_paper_have_no_setting_in_common() -> None:
+    """T and S are one number of encoder passes, B is another: the claim beside PAPER_CROPS."""
+    passes = [
+        gflops * 1e9 / (2 * encoder_flops(sizes_of(model)))
+        for model, gflops in zip(MODELS, PAPER_GFLOPS["ibot"], strict=True)
+    ]
+    assert passes == pytest.approx([26.16, 26.17, 23.07], abs=0.01)
+    assert max(abs(row.difference or 1.0) for row in flops_table(["ibot"])) < 0.09
+
+
+def test_the_general_form_contains_patchmix() -> None:
+    for model in MODELS:
+        for attention in (False, True):
+            sizes = sizes_of(model)
+            expected = patchmix_flops(sizes, batch=3, attention=attention)
+            assert method_flops("patchmix", sizes, batch=3, attention=attention) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "millions"),
+    [
+        ("vit_small_patch16_224", 21.6),
+        ("vit_base_patch16_224", 85.7),
+        ("vit_tiny_patch2_32", 5.4),
+        ("vit_small_patch2_32", 21.3),
+        ("vit_base_patch2_32", 85.1),
+    ],
+)
+def test_parameters_are_those_of_the_model_and_of_table_backbone(model: str, millions: float) -> None:
+    with torch.device("meta"):
+        encoder = create_encoder(model)
+    assert encoder_parameters(sizes_of(model)) == sum(p.numel() for p in encoder.parameters())
+    assert encoder_parameters(sizes_of(model)) / 1e6 == pytest.approx(millions, rel=5e-3)
+
+
+def test_sizes_follow_the_image() -> None:
+    assert sizes_of("vit_small_patch16_224", image_size=96) == Sizes(96, 16, 384, 12)
+    assert sizes_of("vit_small_patch16_224", patch_size=8).patches == 28 * 28
+
+
+def test_the_encoder_as_torch_counts_it() -> None:
+    encoder = create_encoder("vit_tiny_patch4_16", dim=32, depth=2, heads=2)
+    sizes = Sizes(16, 4, 32, 2)
+
+    class Forward(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder
+
+        def forward(self, views: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"loss": self.encoder(views[0]).sum()}
+
+    counted = count_flops(Forward(), [torch.randn(3, 3, 16, 16)])
+    assert counted.forward == 3 * encoder_flops(sizes, attention=True)
+    assert counted.attention == 3 * 3 * (encoder_flops(sizes, attention=True) - encoder_flops(sizes))
+    first = 2 * sizes.patches * 3 * 16 * 32  # nobody needs the gradient of the image
+    assert counted.backward == 3 * (2 * encoder_flops(sizes, attention=True) - first)
+
+
+def small(method: str) -> tuple[Any, Sizes]:
+    options: dict[str, Any] = {"head_hidden": 32, "head_out": 16} if method in HEADS_OF_SIZES else {}
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_tiny_patch2_32", dim=48, depth=2, heads=2, any_image_size=True)
+    if method in ("mocov3", "sdmp"):
+        options["frozen_patch_embed"] = False
+    if method == "ibot":
+        options |= {"mask_probability": 1.0, "mask_ratio": (0.15, 0.15)}
+    return REGISTERED[method](encoder, **options).train(), Sizes(32, 2, 48, 2, head_hidden=32, head_out=16)
+
+
+HEADS_OF_SIZES = ("patchmix", "mocov3", "sdmp", "regioncl")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_closed_form_is_what_runs(method: str) -> None:
+    """Encoder and heads with their default widths, attention included, local crops too."""
+    built, sizes = small(method)
+    views = [torch.randn(2, 3, 32, 32) for _ in range(2)] + [torch.randn(2, 3, 16, 16) for _ in range(2)]
+    counted = count_flops(built, views)
+    expected = method_flops(method, sizes, batch=2, attention=True, local_crops=2, local_size=16)
+    # Left out of the closed form: similarities between embeddings, weight gradients of constants, image gradients.
+    assert counted.total == pytest.approx(expected, rel=0.01), counted.total / expected
+    assert all(p.grad is None for p in built.parameters())
+
+
+def test_the_table_prints_the_paper_beside_ours() -> None:
+    out = io.StringIO()
+    print_flops(console=Console(file=out, width=160))
+    text = out.getvalue()
+    for row in ("50.0", "787.3", "1237.2", "2014.1", "8 × 16 px"):
+        assert row in text
+    assert len(flops_table()) == 27
+    one = io.StringIO()
+    print_flops(
+        "simclr",
+        "vit_tiny_patch4_16",
+        build=lambda method, model: (small("simclr")[0], [torch.randn(2, 3, 32, 32)] * 2),
+        console=Console(file=one, width=160),
+    )
+    assert "counted" in one.getvalue()
+
+
+def test_an_unknown_method_is_named() -> None:
+    with pytest.raises(ValueError, match="method is 'mocov4'; FLOPs are known for patchmix"):
+        iteration("mocov4", Sizes(32, 2, 192, 12))
+    assert isinstance(iteration("dino", Sizes(32, 2, 192, 12)), Iteration)
