@@ -203,7 +203,10 @@ def override(config: Config, settings: Iterable[str]) -> Config:
                 raise ValueError(f"--set {setting!r}: {section!r} is a value, not a section")
         if sections == ["method"] and last not in ("name", "options"):
             place = place["options"]
-        place[last] = parse_value(text)
+        value = parse_value(text)
+        if sections == ["method"] and last == "name" and place["name"] != value:
+            place["options"] = {}  # another method has other options: it starts from its own defaults
+        place[last] = value
     return from_dict(values)
 
 

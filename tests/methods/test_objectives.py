@@ -154,7 +154,7 @@ def test_dino(local: int) -> None:
     x = views(local=local)
     method.centre.value.normal_(std=0.1)
     s = [method.head(method.encoder(each)) for each in x]
-    f, g = method.teacher.network
+    f, g = method.momentum_copy.network
     t = [g(f(each)) for each in x[:2]]
     expected = oracle.dino(s, t, method.centre.value, 0.1, 0.04)
     assert method(x)["loss"].item() == near(expected)
@@ -163,7 +163,7 @@ def test_dino(local: int) -> None:
 def test_dino_centre_follows_the_teachers_mean() -> None:
     method = make("dino", centre_momentum=0.75)
     x = views()
-    f, g = method.teacher.network
+    f, g = method.momentum_copy.network
     t = torch.cat([g(f(each)) for each in x]).detach()
     for step in range(1, 4):
         method(x)
@@ -213,7 +213,7 @@ def test_ibot(local: int) -> None:
     assert 0 < torch.cat(mask).any(dim=1).sum() < 12
 
     s, t, mim = [], [], 0.0
-    f, g = method.teacher.network
+    f, g = method.momentum_copy.network
     for each, hidden in zip(x[:2], mask, strict=True):
         cls, patches = all_tokens(method.encoder, each, hidden, method.mask_token)
         t_cls, t_patches = all_tokens(f, each)
@@ -335,7 +335,7 @@ def test_values_can_be_compared_with_chance_and_floor(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in OTHERS if n not in ("simclr", "swav")])
 def test_the_momentum_network_follows_the_cosine(name: str) -> None:
     method = make(name, momentum=0.5)
-    copy = getattr(method, "momentum_copy", None) or method.teacher
+    copy = method.momentum_copy
     before = copy.network[0].norm.weight.clone()
     with torch.no_grad():
         method.encoder.norm.weight.add_(1.0)

@@ -54,7 +54,7 @@ class DINO(Method):
             bottleneck=head_bottleneck,
             fixed_length=norm_last_layer,
         )
-        self.teacher = MomentumCopy(self._student())
+        self.momentum_copy = MomentumCopy(self._student())
         self.centre = Centre(head_out, centre_momentum)
         self.student_temperature = student_temperature
         self.teacher_temperature, self.teacher_warmup = teacher_temperature, teacher_warmup
@@ -66,7 +66,8 @@ class DINO(Method):
         """views: x1, x2 (N, C, H, W), which the teacher sees too, then any number of local crops."""
         s = project(self.encoder, self.head, views)
         with torch.no_grad():
-            t = torch.stack(project(self.teacher.network[0], self.teacher.network[1], views[:2])).float()
+            f, g = self.momentum_copy.network
+            t = torch.stack(project(f, g, views[:2])).float()
             p = torch.softmax((t - self.centre.value) / self.scalars["teacher_temperature"], dim=-1)  # (2, N, K)
             self.centre.observe(t)
         terms = [
@@ -87,7 +88,7 @@ class DINO(Method):
 
     def after_step(self, progress: float) -> None:
         self.scalars["momentum"] = self.momentum(progress)
-        self.teacher.update(self._student(), self.scalars["momentum"])
+        self.momentum_copy.update(self._student(), self.scalars["momentum"])
         self.centre.update()
 
     def _student(self) -> nn.ModuleList:

@@ -66,7 +66,7 @@ class IBOT(Method):
             bottleneck=head_bottleneck,
             fixed_length=norm_last_layer,
         )
-        self.teacher = MomentumCopy(self._student())
+        self.momentum_copy = MomentumCopy(self._student())
         self.mask_token = nn.Parameter(torch.zeros(encoder.embed_dim))  # e_[MASK]
         self.centre = Centre(head_out, centre_momentum)  # C
         self.centre_patch = Centre(head_out, centre_patch_momentum)  # C′
@@ -86,7 +86,8 @@ class IBOT(Method):
         s = [*self.head(tokens).split(n), *project(self.encoder, self.head, views[2:])]
         s_masked = self.head(patches[mask])  # (masked, K)
         with torch.no_grad():
-            t, t_patch = (self.teacher.network[1](x).float() for x in all_tokens(self.teacher.network[0], both))
+            f, g = self.momentum_copy.network
+            t, t_patch = (g(x).float() for x in all_tokens(f, both))
             p = torch.softmax((t - self.centre.value) / self.scalars["teacher_temperature"], dim=-1)
             centred = t_patch[mask] - self.centre_patch.value
             p_masked = torch.softmax(centred / self.scalars["teacher_patch_temperature"], dim=-1)
@@ -133,7 +134,7 @@ class IBOT(Method):
 
     def after_step(self, progress: float) -> None:
         self.scalars["momentum"] = self.momentum(progress)
-        self.teacher.update(self._student(), self.scalars["momentum"])
+        self.momentum_copy.update(self._student(), self.scalars["momentum"])
         self.centre.update()
         self.centre_patch.update()
 

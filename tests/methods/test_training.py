@@ -1,0 +1,111 @@
+"""Every method through the whole machinery: configuration, views, loop, monitor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchmix import build
+from patchmix.config import Config, override
+from patchmix.data.shapes import shapes_source
+from patchmix.evaluate.features import Subset, extract
+from patchmix.evaluate.knn import accuracy, knn_predict
+from patchmix.recipes import demo
+from patchmix.train.log import RunLog, read_metrics
+from patchmix.train.loop import train
+from patchmix.train.monitor import collapse_warning, health
+from patchmix.train.optimizer import build_optimizer
+
+CPU = torch.device("cpu")
+# Small heads; a momentum that can follow in a few hundred steps.
+SETTINGS: dict[str, list[str]] = {
+    "patchmix": ["momentum=0.97"],
+    "mocov3": ["momentum=0.97", "frozen_patch_embed=false"],
+    "simclr": [],
+    "byol": ["momentum=0.97"],
+    "swav": ["prototypes=100"],
+    "dino": ["momentum=0.97", "head_bottleneck=64"],
+    "ibot": ["momentum=0.97", "head_bottleneck=64"],
+    "sdmp": ["momentum=0.97", "frozen_patch_embed=false"],
+    "regioncl": ["momentum=0.97"],
+}
+
+
+def configuration(name: str, *settings: str, epochs: float) -> Config:
+    own = ["head_hidden=256", f"head_out={256 if name in ('dino', 'ibot') else 64}", *SETTINGS[name]]
+    return override(demo(epochs=epochs), [f"method.name={name}", *(f"method.{s}" for s in own), *settings])
+
+
+def run(config: Config, length: int, folder: Path, evaluators: Any = ()) -> list[dict[str, Any]]:
+    source = shapes_source("train", length)
+    method = build.build_method(config).train()
+    loader = build.build_loader(config, source, 32)
+    log = RunLog(folder)
+    try:
+        train(
+            method,
+            loader,
+            build.build_plan(config, loader.steps_per_epoch, CPU),
+            optimizer=build_optimizer(method),
+            device=CPU,
+            prepare=build.build_prepare(config.views, 3),
+            log=log,
+            evaluators=evaluators,
+        )
+    finally:
+        log.close()
+    return read_metrics(folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", build.METHODS)
+def test_a_few_steps_with_local_crops(name: str, tmp_path: Path) -> None:
+    tiny = ["model.dim=24", "model.depth=1", "model.heads=2", "train.batch_size=16", "runtime.workers=0"]
+    crops = ["views.local_crops=2", "views.local_size=16", "runtime.log_every=1", "optim.clip_grad=3"]
+    rows = run(configuration(name, *tiny, *crops, epochs=2), 48, tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["loss"] == row["loss"] and abs(row["loss"]) < 100 for row in rows)
+    assert len({row["loss"] for row in rows}) == 6
+
+
+def test_another_method_starts_from_its_own_defaults() -> None:
+    config = override(demo(), ["method.name=simclr", "method.head_out=32"])
+    assert config.method.options == {"head_out": 32}
+    assert override(demo(), ["method.name=patchmix"]).method.options == demo().method.options
+
+
+@pytest.mark.parametrize("name", build.METHODS)
+def test_every_option_can_be_set_by_name(name: str) -> None:
+    for option in build.option_help(name):
+        key, _, default = option.partition("=")
+        text = default.replace("(", "[").replace(")", "]")
+        config = override(demo(), [f"method.name={name}", f"method.{key}={text}"])
+        build.method_options(name, config.method.options)
+    with pytest.raises(ValueError, match="unknown option of method"):
+        build.method_options(name, {"temprature": 0.1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", build.METHODS)
+def test_beats_the_random_encoder_and_does_not_collapse(name: str, tmp_path: Path) -> None:
+    config = configuration(name, "train.batch_size=128", "runtime.workers=0", epochs=12)
+    bank, asked = Subset(shapes_source("train", 2000), 2000), Subset(shapes_source("test", 1000), 1000)
+    rows = run(config, 2560, tmp_path, [knn_and_health(config, bank, asked)])
+    before, *_, after = [row for row in rows if row["kind"] == "monitor"]
+    print(f"{name}: kNN {before['knn']:.3f} → {after['knn']:.3f}, rank {after['rank']:.1f}")
+    assert after["knn"] > before["knn"] + 0.03, (before["knn"], after["knn"])
+    assert collapse_warning(after) is None
+
+
+def knn_and_health(config: Config, bank: Subset, asked: Subset) -> Any:
+    def evaluate(encoder: torch.nn.Module) -> Any:
+        settings = {"image_size": 32, "mean": config.views.mean, "std": config.views.std, "device": CPU, "workers": 0}
+        known, queries = (extract(encoder, part, **settings) for part in (bank, asked))
+        yield from health(known.vectors)
+        assert known.labels is not None and queries.labels is not None
+        predicted = knn_predict(known.vectors, known.labels, queries.vectors, ks=[20])[20]
+        yield "knn", accuracy(predicted, queries.labels)
+
+    return evaluate
