@@ -1,0 +1,56 @@
+"""A new method is one class and one line of registration: SimSiam (Chen and He, CVPR 2021), pre-trained on shapes.
+
+    python examples/new_method.py runs/simsiam
+
+Everything else (views, loop, schedules, checkpoints, several processes, evaluation, export) works as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+import patchmix
+from patchmix.build import METHODS
+from patchmix.methods.method import Method
+from patchmix.nn.heads import mlp_head
+from patchmix.nn.passes import project
+
+
+class SimSiam(Method):
+    """Keyword arguments are the options that `--set method.KEY=…` takes; types and names are checked."""
+
+    def __init__(self, encoder: VisionTransformer, *, head_hidden: int = 512, head_out: int = 128) -> None:
+        super().__init__()
+        self.encoder = encoder  # what is evaluated, exported, shipped
+        self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
+        self.predictor = mlp_head(2, head_out, head_hidden // 4, head_out)
+
+    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        z1, z2 = project(self.encoder, self.projector, views[:2])
+        p1, p2 = self.predictor(z1), self.predictor(z2)
+        loss = -(cosine(p1, z2.detach()) + cosine(p2, z1.detach())) / 2
+        return {"loss": loss, "spread": F.normalize(z1, dim=1).std(dim=0).mean()}  # 1/√head_out, or 0 if collapsed
+
+
+def cosine(p: Tensor, z: Tensor) -> Tensor:
+    return F.cosine_similarity(p, z, dim=1).mean()
+
+
+METHODS["simsiam"] = SimSiam
+
+
+def main(out: str = "runs/simsiam", epochs: float = 12, settings: Sequence[str] = (), **options: Any) -> patchmix.Run:
+    chosen = ["method.name=simsiam", *settings]
+    return patchmix.pretrain("shapes", out, recipe="demo", epochs=epochs, settings=chosen, **options)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(main(*sys.argv[1:2]).knn("shapes"))
