@@ -41,12 +41,20 @@ def embed(
         raise ValueError(f"{out} must end in .parquet or .npy")
     target = distributed.local_device(device)
     with distributed.process_group(target):
-        source = open_source(data, split, class_folders=True)
+        source = _open(data, split)
         reader = Reader(backbone, device=target, pool=pool, resize=resize, workers=workers, batch_size=batch_size)
         features = reader.read(source)
         if not distributed.is_main():
             return []
         return _write_parquet(features, source, out) if out.suffix == ".parquet" else _write_npy(features, source, out)
+
+
+def _open(data: str | Path, split: Literal["train", "test"]) -> Source:
+    """Sub-folders are labels where all images lie in one; embedding needs none."""
+    try:
+        return open_source(data, split, class_folders=True)
+    except ValueError:
+        return open_source(data, split)
 
 
 def _write_parquet(features: Features, source: Source, out: Path) -> list[Path]:

@@ -1,0 +1,156 @@
+"""Every command and every Python example in README and docs is run, with sizes that take seconds.
+
+A command keeps its verb and options. Only its data (named sets and folders become small generated ones), the length of
+training and the sizes of networks are replaced; runs and files that a page takes for granted are put in place first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from patchmix.cli import main
+from patchmix.data.sources import open_source
+from patchmix.interop.encoder_file import EncoderFile
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+NAMED_SETS = {"imagenet", "cifar10", "cifar100", "shapes", "shapes:5000", "../shared/data/cifar10"}
+SMALL_RUN = [
+    *("model.image_size=32", "model.patch_size=8", "model.dim=24", "model.depth=1", "model.heads=2"),
+    *("train.batch_size=32", "views.local_crops=0", "runtime.monitor_bank=64", "runtime.monitor_queries=32"),
+]
+SMALL_HEADS = ["method.head_hidden=32", "method.head_out=16"]
+REPLACED = {"--epochs": "1", "--budget": "1s", "--batch-size": "32", "--workers": "0"}
+NOT_OURS = ("pip ", "make ", "git ", "cd ")  # set-up, which other checks cover
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def commands(page: Path) -> list[str]:
+    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith(("#", *NOT_OURS))]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete small run, a folder of photos, one of labelled photos, and a foreign checkpoint."""
+    folder = tmp_path_factory.mktemp("docs")
+    settings = [part for setting in (*SMALL_RUN, *SMALL_HEADS) for part in ("--set", setting)]
+    run = ["pretrain", "shapes:64", "--out", str(folder / "run"), "--recipe", "demo", "--epochs", "1"]
+    main([*run, "--workers", "0", *settings])
+    source = open_source("shapes:96")
+    for i in range(96):
+        image = cv2.resize(source.load(i), (40, 40))[:, :, ::-1]
+        for path in (folder / "photos" / f"{i}.jpg", folder / "labelled" / f"class{i % 3}" / f"{i}.png"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            cv2.imwrite(str(path), np.ascontiguousarray(image))
+    for name, i in (("a", 0), ("b", 1)):
+        shutil.copy(folder / "photos" / f"{i}.jpg", folder / "photos" / f"{name}.jpg")
+    torch.save(EncoderFile.load(folder / "run" / "encoder.safetensors").weights, folder / "checkpoint.pth")
+    return folder
+
+
+def prepare(words: list[str], template: Path) -> None:
+    """Puts in place what a page takes for granted."""
+    for name in ("photos", "labelled", "checkpoint.pth"):
+        if not Path(name).exists():
+            (shutil.copytree if (template / name).is_dir() else shutil.copy)(template / name, name)
+    verb = words[0]
+    if verb not in ("pretrain", "import"):
+        outs = {words[i + 1] for i, word in enumerate(words[:-1]) if word == "--out"}
+        for word in words[1:]:
+            if word.startswith("runs/") and word not in outs and not Path(word).exists():
+                shutil.copytree(template / "run", word, symlinks=True)
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The same command with small data and a short training."""
+    small = ["shapes:64" if word in NAMED_SETS else word for word in words]
+    for i, word in enumerate(small[:-1]):
+        if word in REPLACED:
+            small[i + 1] = REPLACED[word]
+    verb = small[0]
+    if verb == "pretrain":
+        method = next((w.split("=")[1] for w in small if w.startswith("method.name=")), None)
+        if "--method" in small:
+            method = small[small.index("--method") + 1]
+        settings = SMALL_RUN + (SMALL_HEADS if method in (None, "patchmix") else [])
+        small += [part for setting in settings for part in ("--set", setting)]
+        small += [] if "--workers" in small else ["--workers", "0"]
+        small += [] if {"--epochs", "--budget"} & set(small) else ["--epochs", "1"]
+    elif verb in ("linear", "finetune"):
+        small += [] if "--epochs" in small else ["--epochs", "1"]
+        small += [] if "--workers" in small else ["--workers", "0"]
+    elif verb == "demo":
+        small += ["--budget", "1s"]
+    return small
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands(page: Path, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "cache"))
+    for command in commands(page):
+        words = shlex.split(command)
+        if words[0] == "torchrun":
+            run_torchrun(words, template)
+            continue
+        assert words[0] == "patchmix", f"{page.name}: {command}"
+        prepare(words[1:], template)
+        run_here(shortened(words[1:]))
+
+
+def run_here(words: list[str]) -> None:
+    """In this process; `--help` leaves by SystemExit(0), a failure by another code."""
+    try:
+        main(words)
+    except SystemExit as stop:
+        if stop.code not in (0, None):
+            raise AssertionError(f"patchmix {shlex.join(words)} ended with exit code {stop.code}") from stop
+
+
+def run_torchrun(words: list[str], template: Path) -> None:
+    start = words.index("patchmix") + 1
+    prepare(words[start:], template)
+    launcher = [sys.executable, "-m", "torch.distributed.run", *words[1:start]]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, *shortened(words[start:])],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_examples(page: Path, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page, "python"):
+        for word in re.findall(r"\"(runs/[^\"]+)\"", block):
+            if not Path(word).exists():
+                shutil.copytree(template / "run", word, symlinks=True)
+        prepare(["python"], template)
+        exec(compile(block, page.name, "exec"), {"__name__": "docs"})
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+?)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} → {target}"
