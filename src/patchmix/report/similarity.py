@@ -89,7 +89,7 @@ def choose_keys(
 
     same, near = first(own, 1), first(order[0], 2) if order else []
     far = [i for label in order[:0:-1][:others] for i in first(label, 1)]
-    half = len(far) // 2
+    half = -(-len(far) // 2)
     keys = (*far[:half], *near[:1], *same, *near[1:], *far[half:])
     names = {**dict.fromkeys(far, "another class"), **dict.fromkeys(near, "related class")}
     return Comparison(query, keys, tuple(names.get(key, "same class") for key in keys))

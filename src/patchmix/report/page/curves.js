@@ -60,7 +60,7 @@ class Panel {
     const all = this.visible.map((series) => series.x[axis]).flat();
     const [low, high] = range ?? [Math.min(...all), Math.max(...all)];
     const inside = (x) => x >= low && x <= high;
-    const lines = this.visible.map((series) => ({
+    const lines = [...this.visible].sort((a, b) => b.y.length - a.y.length).map((series) => ({
       run: series.run, x: series.x[axis], raw: series.y, y: this.panel.noisy ? smoothed(series.y, smoothing) : series.y,
       bounds: bounds ? Object.entries(series.bounds) : [],
     }));
@@ -76,10 +76,15 @@ class Panel {
         draw("text", { class: "tick", x: LEFT - 5, y: this.y(y) + 4, "text-anchor": "end" }, shown(y)));
     }
     for (const x of ticks(low, high, 5)) this.svg.append(draw("text", { class: "tick", x: this.x(x), y: HEIGHT - 8, "text-anchor": "middle" }, shown(x)));
+    const drawn = new Set(); // runs of one batch size share their bounds
     for (const line of lines) {
       const keep = line.x.map((x, i) => i).filter((i) => inside(line.x[i]));
       const path = (y) => keep.map((i, n) => `${n ? "L" : "M"}${this.x(line.x[i]).toFixed(1)} ${this.y(y[i]).toFixed(1)}`).join("");
-      for (const [name, y] of line.bounds) this.svg.append(draw("path", { class: `bound ${name}`, d: path(y) }));
+      for (const [name, y] of line.bounds) {
+        const level = `${name} ${y[0]} ${y.at(-1)}`;
+        if (!drawn.has(level)) this.svg.append(draw("path", { class: `bound ${name}`, d: path(y) }));
+        drawn.add(level);
+      }
       if (this.panel.noisy && smoothing) this.svg.append(draw("path", { class: `curve faint series-${line.run % 8}`, d: path(line.raw) }));
       this.svg.append(draw("path", { class: `curve series-${line.run % 8}`, d: path(line.y) }));
       if (keep.length <= 30) for (const i of keep) this.svg.append(draw("circle", { class: `fill-${line.run % 8}`, cx: this.x(line.x[i]), cy: this.y(line.y[i]), r: 2.4 }));
@@ -141,8 +146,8 @@ class Panel {
     const texts = [];
     let place = at;
     for (const line of this.scale.lines) {
-      const i = nearestIndex(line.x, at);
-      if (i < 0) continue;
+      const i = nearestIndex(line.x, at), slack = (this.scale.high - this.scale.low) / 40;
+      if (i < 0 || at > line.x.at(-1) + slack || at < line.x[0] - slack) continue; // this run has nothing here
       place = line.x[i];
       const bounds = line.bounds.map(([name, y]) => `${name} ${shown(y[i])}`).join(", ");
       texts.push(`${this.data.runs[line.run]} ${shown(line.y[i])}${bounds ? ` (${bounds})` : ""}`);

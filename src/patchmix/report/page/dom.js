@@ -1,4 +1,4 @@
-// Elements from plain values. Text always goes in as text nodes: a name like "<script>" stays a name.
+// Elements from plain values. Text always goes in as text nodes: a name that looks like code stays a name.
 
 const SVG = "http://www.w3.org/2000/svg";
 

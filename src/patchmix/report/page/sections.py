@@ -23,19 +23,14 @@ def summary(records: Sequence[Record]) -> Markup:
             ("model", _model(record)),
             ("trained on", record.setting("data", "path")),
             ("recipe", _recipe(record)),
-            (
-                "loss",
-                "; ".join(
-                    f"{term} {100 * share:.0f} % of the way from chance to floor" for term, share in learnt(record)
-                ),
-            ),
+            ("loss", _progress(record)),
             ("effective rank", _number(record.last("rank"))),
         ]
         cards.append(
             element(
                 "article",
                 element("h3", record.name),
-                element("p", text, class_=f"verdict {'good' if fine else 'bad'}"),
+                element("p", text, class_="verdict" if fine else "verdict bad"),
                 _list(facts),
                 class_="card",
             )
@@ -166,6 +161,11 @@ def _model(record: Record) -> str | None:
         return name
     shape = record.backbone.file.architecture
     return f"{shape.name}: {shape.image_size} px, patch {shape.patch_size}, width {shape.dim}, {shape.depth} blocks"
+
+
+def _progress(record: Record) -> str:
+    shares = ", ".join(f"{term} {100 * share:.0f} %" for term, share in learnt(record))
+    return f"{shares} of the way from chance to floor" if shares else ""
 
 
 def _recipe(record: Record) -> str | None:

@@ -1,0 +1,86 @@
+"""Curves: what stands on the axis, what is smoothed, what is drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from patchmix.report.curves import History, histories_figure, panels_of, read_history, smooth
+from patchmix.report.page.series import MOST_POINTS, curves_data
+from patchmix.report.pictures import show_curves
+
+ROWS = [
+    {"kind": "monitor", "step": 0, "epoch": 0.0, "knn": 0.1, "rank": 5.0},
+    *(
+        {"kind": "train", "step": s, "epoch": s / 4, "oto": 3.0 - s / 8, "oto/chance": 3.5, "oto/floor": 0.5, "lr": 0.1}
+        | {"seconds": 36.0 * s, "images_per_second": 10.0, "loss": 3.0}
+        for s in (2, 4, 6)
+    ),
+    {"kind": "monitor", "step": 5, "epoch": 1.25, "knn": 0.4, "rank": None},
+]
+
+
+def test_axes() -> None:
+    history = History("a", ROWS, batch_size=32, flops_per_image=2e9)
+    assert history.points("knn") == ([0.0, 1.25], [0.1, 0.4])
+    assert history.points("knn", "images")[0] == [0, 160]
+    assert history.points("knn", "hours")[0] == pytest.approx([0, 0.05])  # between steps 4 and 6: 180 s
+    assert history.points("oto", "flops")[0] == [32 * s * 2e9 for s in (2, 4, 6)]
+    assert history.points("rank")[1] == [5.0]
+    plain = History("b", ROWS)
+    with pytest.raises(ValueError, match="batch size"):
+        plain.axis("images")
+    with pytest.raises(ValueError, match="FLOPs per image"):
+        History("b", ROWS, batch_size=32).axis("flops")
+    with pytest.raises(ValueError, match="epochs, images, hours, flops"):
+        plain.axis("days")  # type: ignore[arg-type]
+
+
+def test_smoothing_starts_at_the_first_value_and_keeps_constants() -> None:
+    assert smooth([4.0, 4.0, 4.0], 0.9) == pytest.approx([4, 4, 4])
+    assert smooth([1.0, 3.0], 0.5) == pytest.approx([1.0, (0.5 * 1 + 3) / 1.5])
+    assert smooth([1.0, 9.0], 0.0) == [1.0, 9.0]
+    with pytest.raises(ValueError, match="below 1"):
+        smooth([1.0], 1.0)
+
+
+def test_runs_are_overlaid_with_chance_and_floor() -> None:
+    figure = histories_figure([History("a", ROWS), History("b", ROWS)], smoothing=0.5, references={"pixels": 0.2})
+    panels = {axis.get_title(): axis for axis in figure.axes if axis.get_title()}
+    assert list(panels) == [
+        *("loss: oto", "kNN accuracy (%)", "effective rank of the features", "learning rate", "images per second")
+    ]
+    loss, knn = panels["loss: oto"], panels["kNN accuracy (%)"]
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["a", "chance", "floor", "b"]
+    assert len(loss.lines) == 2 * 2 + 2  # each run raw and smoothed, bounds once
+    assert list(knn.lines[0].get_ydata()) == pytest.approx([10, 40])
+    assert list(knn.lines[-1].get_ydata()) == pytest.approx([20, 20])
+
+
+def test_real_run_and_mistakes(run: Path, tmp_path: Path) -> None:
+    history = read_history(run)
+    assert history.batch_size == 32 and history.terms == ["oto", "mto", "mtm"]
+    assert set(panels_of([history])) >= {"oto", "mto", "mtm", "knn", "rank", "lr", "weight_decay", "momentum"}
+    for axis in ("epochs", "images", "hours"):
+        assert show_curves([run, run], tmp_path / f"{axis}.pdf", axis=axis)[0].is_file()  # type: ignore[arg-type]
+    show_curves([run], tmp_path / "f.svg", axis="flops", flops_per_image=1e9)
+    with pytest.raises(ValueError, match="2 costs are given for 1 runs"):
+        show_curves([run], tmp_path / "f.svg", flops_per_image=[1.0, 2.0])
+    with pytest.raises(ValueError, match=r"no metrics\.jsonl"):
+        show_curves([tmp_path], tmp_path / "f.svg")
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="nothing to draw yet"):
+        show_curves([tmp_path], tmp_path / "f.svg")
+
+
+def test_the_pages_series_are_thin_and_hold_the_last_point() -> None:
+    rows = [{"step": s, "epoch": s / 10, "loss": float(s), "seconds": s} for s in range(10 * MOST_POINTS + 3)]
+    data = curves_data([History("a", rows), History("b", [])])
+    assert data is not None
+    (series,) = data["panels"][0]["series"]
+    assert len(series["y"]) <= MOST_POINTS + 1 and series["y"][-1] == rows[-1]["loss"]
+    assert [kind for kind, _ in data["axes"]] == ["epochs", "hours"] == list(series["x"])
+    assert curves_data([History("b", [])]) is None
+    json.dumps(data, allow_nan=False)

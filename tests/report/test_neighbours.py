@@ -1,0 +1,119 @@
+"""Similarity, neighbours and maps: against kNN's own ranking and against numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from patchmix.evaluate import knn
+from patchmix.interop.backbone import load_backbone
+from patchmix.report.neighbours import flatten_to_map
+from patchmix.report.page.embedding import nearest_by_codes, pack_vectors, quantise
+from patchmix.report.pictures import show_map, show_neighbours, show_similarity
+from patchmix.report.shown import open_shown, view
+from patchmix.report.similarity import choose_keys, cosine, nearest, normalised
+
+
+def knn_ranking(vectors: torch.Tensor, k: int) -> torch.Tensor:
+    unit = torch.nn.functional.normalize(vectors, dim=1)
+    return knn._nearest(vectors, unit, k, first=0)[1]
+
+
+def test_normalised_similarity_is_the_papers() -> None:
+    vectors = torch.tensor([[2.0, 0.0], [3.0, 4.0], [0.0, 1.0]])
+    found = normalised(cosine(vectors[:1], vectors))[0].tolist()
+    assert found == pytest.approx([math.exp(s / 0.07) / math.exp(1 / 0.07) for s in (1.0, 0.6, 0.0)])
+
+
+def test_neighbours_are_those_of_knn(run: Path) -> None:
+    viewed = view(open_shown("shapes:64", 300), [load_backbone(run)], device="cpu")
+    (vectors,) = viewed.vectors
+    assert torch.equal(nearest(vectors, range(300), 20)[0], knn_ranking(vectors, 20))
+    places, values = nearest(vectors, [7], 3)
+    assert 7 not in places and bool((values.diff() <= 0).all())
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_quantised_neighbours_with_repairs_are_those_of_knn(run: Path, bits: int) -> None:
+    viewed = view(open_shown("shapes:64", 300), [load_backbone(run)], device="cpu")
+    (vectors,) = viewed.vectors
+    packed = pack_vectors(vectors, bits=bits, most=20)
+    found = nearest_by_codes(quantise(vectors, bits), 20)
+    for query, places in packed["repairs"].items():
+        assert found[int(query)].tolist() != places
+        found[int(query)] = places
+    np.testing.assert_array_equal(found, knn_ranking(vectors, 20).numpy())
+    if bits == 16:
+        assert len(packed["repairs"]) < 60  # most need none
+
+
+def test_close_and_equal_vectors_still_rank_alike() -> None:
+    base = torch.randn(1, 16)
+    vectors = torch.cat([base + 1e-5 * torch.randn(50, 16), base.repeat(3, 1), torch.zeros(1, 16)])
+    packed = pack_vectors(vectors, bits=16, most=10)
+    found = nearest_by_codes(quantise(vectors, 16), 10)
+    for query, places in packed["repairs"].items():
+        found[int(query)] = places
+    np.testing.assert_array_equal(found, nearest(vectors, range(54), 10)[0].numpy())
+    assert packed["repairs"]
+
+
+def test_keys_are_of_the_same_a_related_and_other_classes() -> None:
+    angles = torch.tensor([0.0, 0.3, 1.2, 2.0, 2.8]).repeat_interleave(4)  # class 1 is nearest to class 0
+    vectors = torch.stack([angles.cos(), angles.sin()], dim=1) + 0.01 * torch.randn(20, 2)
+    labels = torch.arange(5).repeat_interleave(4)
+    chosen = choose_keys(0, labels, [vectors])
+    assert [int(labels[key]) for key, kind in zip(chosen.keys, chosen.kinds, strict=True) if "other" not in kind] == [
+        *(1, 0, 1)
+    ]
+    assert chosen.kinds[len(chosen.kinds) // 2] == "same class" and 0 not in chosen.keys
+    assert {int(labels[key]) for key in chosen.keys} == {0, 1, 2, 3, 4}
+    given = choose_keys(0, labels, [vectors], related=3)
+    assert [int(labels[k]) for k, kind in zip(given.keys, given.kinds, strict=True) if kind == "related class"] == [
+        3,
+        3,
+    ]
+    with pytest.raises(ValueError, match="related class 0"):
+        choose_keys(0, labels, [vectors], related=0)
+    assert set(choose_keys(3, None, [vectors]).kinds) == {"key"}
+
+
+def test_pca_is_the_projection_on_the_first_two_axes() -> None:
+    vectors = torch.randn(40, 6)
+    unit = torch.nn.functional.normalize(vectors, dim=1).double()
+    centred = unit - unit.mean(dim=0)
+    axes = torch.linalg.eigh(centred.T @ centred).eigenvectors
+    expected = centred @ axes[:, [-1, -2]]
+    torch.testing.assert_close(flatten_to_map(vectors).abs(), expected.abs())
+    assert flatten_to_map(vectors)[:, 0].abs().argmax() == flatten_to_map(vectors)[:, 0].argmax()
+    with pytest.raises(ValueError, match="pca, tsne, umap"):
+        flatten_to_map(vectors, "mds")  # type: ignore[arg-type]
+
+
+def test_figures_of_a_run(run: Path, tmp_path: Path) -> None:
+    for path in (
+        *show_similarity([run, "timm:vit_tiny_patch16_224"], "shapes:64", tmp_path / "s.svg", images=24, device="cpu"),
+        *show_similarity([run], "shapes:64", tmp_path / "k.png", query=2, keys=[1, 5], images=24, device="cpu"),
+        *show_neighbours([run], "shapes:64", tmp_path / "n.png", images=40, queries=2, k=3, device="cpu"),
+        *show_map([run], "shapes:64", tmp_path / "m.png", images=20, device="cpu"),
+    ):
+        assert path.stat().st_size > 5000
+    with pytest.raises(ValueError, match="query 99"):
+        show_neighbours([run], "shapes:64", tmp_path / "n.png", images=40, query=99, device="cpu")
+    with pytest.raises(ValueError, match="at least one"):
+        show_map([], "shapes:64", tmp_path / "m.png")
+    with pytest.raises(ValueError, match="neighbours are asked for"):
+        show_neighbours([run], "shapes:64", tmp_path / "n.png", images=5, k=9, device="cpu")
+
+
+def test_tsne_where_installed_and_umap_where_not() -> None:
+    pytest.importorskip("sklearn")
+    clusters = torch.eye(3).repeat_interleave(10, 0) + 0.01 * torch.randn(30, 3)
+    plane = flatten_to_map(clusters, "tsne")
+    centres = plane.view(3, 10, 2).mean(dim=1)
+    spread = (plane.view(3, 10, 2) - centres.unsqueeze(1)).norm(dim=2).mean()
+    assert torch.pdist(centres).min() > spread

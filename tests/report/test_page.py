@@ -1,0 +1,127 @@
+"""The report's file without a browser: what it says, that it is inert, that it is small."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from patchmix.evaluate.results import read_results
+from patchmix.report.page import Facts, report
+from patchmix.report.page.document import Markup, element, inert_json, scripts
+from patchmix.report.page.embedding import pack_explorer
+from patchmix.report.page.record import read_record, verdict
+
+EVIL = "<script>alert(1)</script>.png"
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert found
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_it_says_what_the_run_is_and_what_it_is_worth(run: Path, tmp_path: Path) -> None:
+    facts = Facts(command="patchmix pretrain 'my data' --out x", paper={"knn": 0.929, "linear": 0.944})
+    text = report([run], tmp_path / "r.html", images=30, facts=[facts], device="cpu").read_text()
+    (result,) = read_results(run)
+    low, high = result.interval()
+    line = f"trained 2 epochs, kNN {100 * result.top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}], no collapse"
+    assert line in text
+    assert html.escape(facts.command or "") in text and "num_mix: 2" in text
+    assert ">92.9<" in text and ">94.4<" in text and "not evaluated" in text
+    for heading in ("Curves", "Evaluations", "Cost", "Explorer", "Mixing", "Attention", "Reproduce"):
+        assert f">{heading}</h2>" in text
+    data = data_of(text)
+    assert len(data["explorer"]["thumbs"]) == 30 and data["explorer"]["classes"][0] == "circle"
+    assert [panel["key"] for panel in data["curves"]["panels"]][:4] == ["oto", "mto", "mtm", "knn"]
+
+
+def test_a_run_that_is_unfinished_or_collapsed_is_told_apart(run: Path, tmp_path: Path) -> None:
+    going = tmp_path / "going"
+    shutil.copytree(run, going)
+    (going / "encoder.safetensors").unlink()
+    (going / "results.jsonl").unlink()
+    with (going / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "monitor", "step": 9, "epoch": 1.5, "rank": 1.2, "mean_cosine": 0.2}) + "\n")
+    text, fine = verdict(read_record(going, Facts()))
+    assert text.startswith("unfinished, at epoch 1.5 of 2, kNN ") and "collapsing: effective rank 1.2" in text
+    assert not fine
+    shutil.rmtree(going / "checkpoints")
+    page = report([going], tmp_path / "g.html", device="cpu").read_text()  # no encoder yet: curves only
+    assert "explorer-here" not in page.split("<script")[0] and "curves-here" in page
+
+
+def test_names_that_look_like_code_stay_names(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / 'a"<b>&amp;{{script}}'
+    folder.mkdir(parents=True)
+    (tmp_path / "data" / "plain").mkdir()
+    for i in range(4):
+        Image.fromarray(np.full((40, 40, 3), 50 * i, np.uint8)).save(folder / f"{i}.png")
+        Image.fromarray(np.full((40, 40, 3), 60 * i, np.uint8)).save(tmp_path / "data" / "plain" / f"{i}.png")
+    name = EVIL.replace("/", "\u2215")  # a file name can't hold a slash
+    (folder / "0.png").rename(folder / name)
+    evil_run = tmp_path / "<img src=x onerror=alert(2)>"
+    shutil.copytree(run, evil_run)
+    text = report([evil_run], tmp_path / "e.html", data=str(tmp_path / "data"), device="cpu").read_text()
+    assert "<script>alert" not in text and "<img src=x" not in text
+    assert len(re.findall(r"<script", text)) == 2 == len(re.findall(r"</script>", text))
+    data = data_of(text)
+    assert any(name in key for key in data["explorer"]["keys"])
+    assert 'a"<b>&amp;{{script}}' in data["explorer"]["classes"]
+
+
+def test_json_and_markup_are_escaped() -> None:
+    strings = ["</script>", "<!--", "]]>", "\u2028", "a&b", '"', "\ud800"]
+    written = inert_json(strings)
+    assert not set("<>&\u2028") & set(written) and json.loads(written) == strings
+    assert element("td", "<b>", class_='"x"') == '<td class="&quot;x&quot;">&lt;b&gt;</td>'
+    assert element("td", Markup("<b>x</b>")) == "<td><b>x</b></td>"
+
+
+def test_the_policy_allows_exactly_this_style_and_script(run: Path, tmp_path: Path) -> None:
+    text = report([run], tmp_path / "r.html", images=0).read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy and "unsafe" not in policy[1] and policy[1].startswith("default-src 'none';")
+    style, script = re.search(r"<style>(.*?)</style>", text, re.S), re.search(r'"module">(.*?)</script>', text, re.S)
+    assert style and script and script[1] == scripts()
+    for part in (style[1], script[1]):
+        assert base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() in policy[1]
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)  # the SVG namespace is a name, not an address
+    assert "innerHTML" not in text and "eval(" not in text
+    assert not re.findall(r"^(import|export) ", script[1], re.M)
+
+
+def test_two_thousand_photographs_and_two_wide_encoders_stay_below_15_megabytes() -> None:
+    noise = np.random.default_rng(0).normal(128, 25, (16, 64, 64, 3)).clip(0, 255).astype(np.uint8)  # worse than photos
+    pictures = [noise[i % 16] for i in range(2000)]
+    runs = [(name, torch.randn(2000, 768)) for name in ("a", "b")]
+    packed = pack_explorer(pictures, ["name.jpg"] * 2000, runs, labels=None, classes=None)
+    assert packed["runs"][0]["bits"] == 16
+    assert len(inert_json(packed)) < 15e6 * 0.93  # the rest is for figures and curves
+
+
+@pytest.mark.parametrize(
+    ("runs", "out", "options", "message"),
+    [
+        ([], "r.html", {}, "no run to report on"),
+        (["timm:vit_tiny_patch16_224"], "r.pdf", {}, "must end in .html"),
+        (["timm:vit_tiny_patch16_224"], "r.html", {}, "give data to show"),
+        (["timm:vit_tiny_patch16_224"], "r.html", {"facts": []}, "facts are given for 0 of 1"),
+        (["no such run"], "r.html", {}, "does not exist"),
+    ],
+)
+def test_mistakes(runs: list[str], out: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        report(runs, tmp_path / out, **options)
