@@ -5,6 +5,7 @@ Shapes: N images, S the canvas's side, K classes without the background.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -16,12 +17,14 @@ from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCN
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNN, MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.rpn import RPNHead
+from torchvision.ops.poolers import MultiScaleRoIAlign, initLevelMapper
 
 from patchmix.evaluate.detection.settings import Shape
 from patchmix.evaluate.detection.views import Target
 from patchmix.evaluate.features import as_channels
 from patchmix.interop.encoder_file import Architecture, EncoderFile
-from patchmix.nn.pyramid import Pyramid
+from patchmix.nn.pyramid import STRIDES, Pyramid
+from patchmix.nn.vit import create_encoder
 
 Detection = dict[str, Tensor]  # boxes (n, 4), labels (n,), scores (n,), masks (n, 1, 28, 28) inside the boxes
 _CLASS_LAYERS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
@@ -45,8 +48,10 @@ class Detector(nn.Module):
             backbone,
             rpn_anchor_generator=anchors,
             rpn_head=RPNHead(channels, anchors.num_anchors_per_location()[0], conv_depth=2),
+            box_roi_pool=_pooler(7, shape),
             box_head=FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [head_dim], norm_layer=LayerNorm2d),
             box_predictor=FastRCNNPredictor(head_dim, classes + 1),
+            mask_roi_pool=_pooler(14, shape),
             mask_head=MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=LayerNorm2d),
             mask_predictor=MaskRCNNPredictor(channels, channels, classes + 1),
             box_batch_size_per_image=rois_per_image,
@@ -75,6 +80,20 @@ class Detector(nn.Module):
         if self.training:
             return {**proposal_losses, **head_losses}
         return cast("list[Detection]", detections)
+
+
+def _pooler(side: int, shape: Shape) -> MultiScaleRoIAlign:
+    """Features of `side` × `side` for each region, from the level that fits its size: at 1024 px 224 px is level 2.
+
+    Left alone, torchvision guesses the strides from the first images it sees, by their visible sizes, and keeps them:
+    on a canvas that is mostly empty it would guess wrong for ever.
+    """
+    levels = [str(level) for level in range(len(STRIDES))]
+    pooler = MultiScaleRoIAlign(levels, side, sampling_ratio=2, canonical_scale=7 * shape.smallest_anchor)
+    pooler.scales = [1 / stride for stride in STRIDES]
+    exponents = [int(math.log2(stride)) for stride in STRIDES]
+    pooler.map_levels = initLevelMapper(exponents[0], exponents[-1], canonical_scale=7 * shape.smallest_anchor)
+    return pooler
 
 
 def build_detector(
@@ -110,8 +129,6 @@ def build_detector(
 
 def scratch(name: str, seed: int) -> EncoderFile:
     """An encoder with random weights, for training without pre-training."""
-    from patchmix.nn.vit import create_encoder
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = create_encoder(name)

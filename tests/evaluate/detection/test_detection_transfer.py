@@ -1,0 +1,315 @@
+"""From an encoder to box and mask AP: training, resuming, judging, looking; in one process and in two."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from patchmix.evaluate.detection import DetectSettings, detect, evaluate_only, load_detector, predict
+from patchmix.evaluate.detection import training as training_module
+from patchmix.evaluate.detection.coco import open_split
+from patchmix.evaluate.detection.pictures import beside_truth, colour, draw
+from patchmix.evaluate.results import read_results
+from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.nn.vit import create_encoder
+from patchmix.train.log import read_metrics
+
+TINY = DetectSettings(
+    image_size=64,
+    window=2,
+    global_blocks=2,
+    channels=16,
+    head_dim=16,
+    smallest_anchor=8,
+    epochs=2,
+    batch_size=2,
+    lr=1e-3,
+    rois_per_image=16,
+    evaluate_every=0,
+)
+
+
+def with_(**changes: Any) -> DetectSettings:
+    return DetectSettings(**{**vars(TINY), **changes})
+
+
+@pytest.mark.parametrize("pyramid", ["fpn", "simple"])
+def test_from_an_encoder_to_everything_it_leaves(
+    encoder_file: EncoderFile, coco: Path, tmp_path: Path, pyramid: Any
+) -> None:
+    out = tmp_path / "out"
+    result = detect(encoder_file, coco, out, with_(pyramid=pyramid), device="cpu", pictures=2)
+    assert result.protocol == "detect" and result.images == 4
+    assert {"box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75"} <= set(result.metrics)
+    assert result.weights == encoder_file.digest()
+    assert result.settings["train_images"] == 4, "the empty image is left out"
+    assert [row["name"] for row in result.details["classes"]] == ["disc", "rectangle", "never seen"]
+    assert read_results(out) == [result]
+    (folder,) = out.glob("detect-*")
+    rows = read_metrics(folder / "metrics.jsonl")
+    trained = [row for row in rows if row["kind"] == "train"]
+    assert trained[-1]["step"] == 4 and {"loss", "class", "box", "mask", "lr"} <= set(trained[-1])
+    assert [row["step"] for row in rows if row["kind"] == "monitor"] == [4], "an untrained detector is not judged"
+    assert sorted(path.name for path in (folder / "pictures").iterdir()) == ["0.png", "1.png"]
+    picture = cv2.imread(str(folder / "pictures" / "0.png"))
+    assert picture.shape == (60, 2 * 80 + 8, 3)
+    # The same again, without training: from the file, from its folder, from the training's checkpoint.
+    for place in (folder / "detector.safetensors", out, max(folder.glob("checkpoints/step-*.pt"))):
+        again = evaluate_only(place, coco, tmp_path / "again", device="cpu", pictures=0)
+        assert again.metrics == result.metrics
+        for kind in ("bbox", "segm"):
+            name = f"detections.{kind}.json"
+            assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+    assert len(read_results(tmp_path / "again")) == 3
+
+
+def test_a_stopped_training_goes_on_and_ends_the_same(
+    encoder_file: EncoderFile, coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = with_(epochs=3, schedule="step", accumulate=2)
+    detect(encoder_file, coco, tmp_path / "straight", settings, device="cpu", pictures=0)
+
+    class PowerCut(Exception):
+        pass
+
+    real = training_module.DetectMethod.after_step
+
+    def cut(self: Any, progress: float) -> None:
+        real(self, progress)
+        if int(self.scores.steps) == 5:
+            raise PowerCut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_module.DetectMethod, "after_step", cut)
+        with pytest.raises(PowerCut):
+            detect(encoder_file, coco, tmp_path / "stopped", settings, device="cpu", pictures=0)
+    (folder,) = (tmp_path / "stopped").glob("detect-*")
+    assert (folder / "checkpoints" / "last").resolve().name == "step-000000004.pt"
+    detect(encoder_file, coco, tmp_path / "stopped", settings, device="cpu", pictures=0)
+    straight, stopped = load_detector(tmp_path / "straight"), load_detector(tmp_path / "stopped")
+    assert straight.digest() == stopped.digest()
+    assert straight.digest() != load_detector_weights_at_start(encoder_file, coco, tmp_path)
+
+
+def load_detector_weights_at_start(encoder_file: EncoderFile, coco: Path, tmp_path: Path) -> str:
+    detect(encoder_file, coco, tmp_path / "short", with_(epochs=0.5, lr=1e-12), device="cpu", pictures=0)
+    return load_detector(tmp_path / "short").digest()
+
+
+def test_from_scratch_and_from_a_detector_of_other_classes(coco: Path, tmp_path: Path, make_split: Any) -> None:
+    first = detect(
+        None, coco, tmp_path / "a", with_(epochs=0.5, image_size=32), model="vit_tiny_patch16_32", device="cpu"
+    )
+    assert first.encoder == "vit_tiny_patch16_32"
+    before = load_detector(tmp_path / "a")
+
+    def rename(dataset: dict[str, Any]) -> None:
+        dataset["categories"] = [{"id": 1, "name": "round"}, {"id": 7, "name": "rectangle"}]
+        for annotation in dataset["annotations"]:
+            annotation["category_id"] = {3: 1, 7: 7}[annotation["category_id"]]
+
+    for split in ("train2017", "val2017"):
+        make_split(tmp_path / "other", split, 4, rename)
+    tiny_step = with_(epochs=0.5, lr=1e-12, weight_decay=0.0)
+    detect(None, tmp_path / "other", tmp_path / "b", tiny_step, start=tmp_path / "a", device="cpu")
+    after = load_detector(tmp_path / "b")
+    assert after.shape == before.shape and after.shape.image_size == 32, "a detector keeps its shape"
+    assert [category.name for category in after.categories] == ["round", "rectangle"]
+    same = "roi_heads.box_head.5.weight"
+    torch.testing.assert_close(after.weights[same], before.weights[same])
+    assert after.weights["roi_heads.box_predictor.cls_score.weight"].shape == (3, 16)
+    # With the same classes nothing begins anew.
+    detect(None, coco, tmp_path / "c", tiny_step, start=tmp_path / "a", device="cpu", pictures=0)
+    for name, tensor in load_detector(tmp_path / "c").weights.items():
+        torch.testing.assert_close(tensor, before.weights[name])
+
+
+def test_mistakes_are_told_in_one_line(encoder_file: EncoderFile, coco: Path, tmp_path: Path, make_split: Any) -> None:
+    def fails(message: str, **changes: Any) -> None:
+        arguments: dict[str, Any] = {"backbone": encoder_file, "data": coco, "out": tmp_path / "out", "settings": TINY}
+        with pytest.raises(ValueError, match=message) as caught:
+            detect(**(arguments | {"device": "cpu"} | changes))
+        assert "\n" not in str(caught.value)
+
+    fails("give either an encoder or a detector", start=tmp_path)
+    fails("epochs is 0; it must be above 0", settings=with_(epochs=0))
+    fails(r"instances_test2017\.json can't be read", train="test2017")
+    fails("fewer than the batch size 64", settings=with_(batch_size=64))
+    fails(r"the encoder has 4|patches of 2 px", backbone=_with_patch_2())
+    make_split(coco, "other2017", 3, lambda d: d["categories"].append({"id": 5, "name": "cat"}))
+    fails(r"different classes \(id 5 is missing and cat\)", val="other2017")
+    make_split(coco, "empty2017", 3, lambda d: d.update(annotations=[]))
+    fails("no object in any image", val="empty2017")
+    detect(encoder_file, coco, tmp_path / "good", with_(epochs=0.5), device="cpu", pictures=0)
+    with pytest.raises(ValueError, match=r"other classes than .* \(id 5 is cat and missing\)"):
+        evaluate_only(tmp_path / "good", coco, val="other2017", device="cpu")
+    (coco / "val2017" / "2.png").write_bytes(b"broken")
+    with pytest.raises(ValueError, match=r"val2017/2\.png: .*; evaluation needs every image of instances_val2017"):
+        evaluate_only(tmp_path / "good", coco, device="cpu")
+
+
+def _with_patch_2() -> EncoderFile:
+    encoder = create_encoder("vit_tiny_patch2_8", dim=24, depth=4, heads=3)
+    return EncoderFile(Architecture.of("vit_tiny_patch2_8", encoder), encoder.state_dict())
+
+
+def test_an_encoder_of_small_patches_is_resampled(coco: Path, tmp_path: Path) -> None:
+    """As for an encoder that was pre-trained on CIFAR: patches of 2 px become patches of 16."""
+    detect(_with_patch_2(), coco, tmp_path, with_(epochs=0.5, patch_size=16), device="cpu", pictures=0)
+    assert load_detector(tmp_path).detector().backbone.tokens.patch_size == 16
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+
+def test_predictions_are_drawn(encoder_file: EncoderFile, coco: Path, tmp_path: Path) -> None:
+    detect(encoder_file, coco, tmp_path / "run", with_(epochs=0.5), device="cpu", pictures=0)
+    (tmp_path / "photos" / "deep").mkdir(parents=True)
+    for path in ("0.png", "deep/0.png"):
+        (tmp_path / "photos" / path).write_bytes((coco / "val2017" / "0.png").read_bytes())
+    (tmp_path / "photos" / "notes.txt").write_text("no image")
+    written = predict(tmp_path / "run", tmp_path / "photos", tmp_path / "drawn", threshold=0.0, device="cpu")
+    assert [path.name for path in written] == ["0.png", "0-2.png"]
+    assert cv2.imread(str(written[0])).shape == (60, 80, 3)
+    listed = json.loads((tmp_path / "drawn" / "predictions.json").read_text())
+    assert [Path(one["image"]).parent.name for one in listed] == ["photos", "deep"]
+    assert listed[0]["objects"], "with threshold 0 even a detector without training finds something"
+    assert {"category_id", "name", "bbox", "score", "segmentation"} == set(listed[0]["objects"][0])
+    for wrong, message in (
+        (tmp_path / "photos" / "notes.txt", r"notes\.txt: .*give image files"),
+        (tmp_path / "nothing", "does not exist"),
+        ([], "no images to look at"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            predict(tmp_path / "run", wrong, tmp_path / "drawn", device="cpu")
+    with pytest.raises(ValueError, match=r"threshold is 2; it must be in \[0, 1\]"):
+        predict(tmp_path / "run", tmp_path / "photos", tmp_path / "drawn", threshold=2, device="cpu")
+
+
+def test_a_mask_is_tinted_and_a_box_outlined(coco: Path) -> None:
+    source = open_split(coco, "val2017")
+    image = source.load(1)
+    annotation = source.objects(1)[0]
+    drawn = draw(image, [annotation], {7: "rectangle"})
+    x, y, w, h = (round(v) for v in annotation["bbox"])
+    assert tuple(drawn[y + h, x + w // 2]) == colour(7)
+    middle = drawn[y + h - 4, x + w // 2]
+    assert np.abs(middle - (0.55 * 250 + 0.45 * np.array(colour(7)))).max() <= 1
+    assert np.array_equal(drawn[-1, -1], image[-1, -1])
+    both = beside_truth(image, [annotation], [], {7: "rectangle"})
+    assert np.array_equal(both[:, :48], drawn) and np.array_equal(both[:, -48:], image)
+    assert len({colour(k) for k in range(1, 91)}) == 90
+
+
+# ------------------------------------------------------------------------------------------------------ two processes
+
+WORKER = """
+import sys
+from pathlib import Path
+from patchmix.evaluate.detection import DetectSettings, detect, evaluate_only
+from patchmix.interop.encoder_file import EncoderFile
+from patchmix import distributed
+import torch
+torch.set_num_threads(1)
+root = Path(sys.argv[1])
+with distributed.process_group(torch.device("cpu")):
+    evaluate_only(root / "detector", root / "coco", root / "two", val="train2017", device="cpu", pictures=0)
+    settings = DetectSettings(
+        image_size=64, channels=16, head_dim=16, smallest_anchor=8, epochs=1, batch_size=2, rois_per_image=16
+    )
+    result = detect(EncoderFile.load(root / "encoder.safetensors"), root / "coco", root / "trained", settings,
+                    device="cpu", pictures=1)
+    (root / f"ap-{distributed.rank()}").write_text(repr(result.metrics))
+    try:
+        evaluate_only(root / "detector", root / "coco", val="broken2017", device="cpu", pictures=0)
+    except ValueError as error:
+        (root / f"error-{distributed.rank()}").write_text(str(error))
+"""
+
+
+def test_two_processes_see_every_image_once(
+    encoder_file: EncoderFile, coco: Path, tmp_path: Path, make_split: Any
+) -> None:
+    """Five images in two parts: what is found is what one process finds. A broken image is told by both."""
+    make_split(coco, "broken2017", 3)
+    (coco / "broken2017" / "2.png").write_bytes(b"broken")
+    encoder_file.save(tmp_path / "encoder.safetensors")
+    detect(encoder_file, coco, tmp_path / "detector", with_(epochs=1), device="cpu", pictures=0)
+    evaluate_only(tmp_path / "detector", coco, tmp_path / "one", val="train2017", device="cpu", pictures=0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    processes = [subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank)}) for rank in range(2)]
+    assert [process.wait(timeout=240) for process in processes] == [0, 0]
+    for kind in ("bbox", "segm"):
+        one, two = (json.loads((tmp_path / n / f"detections.{kind}.json").read_text()) for n in ("one", "two"))
+        assert [e["image_id"] for e in two] == [e["image_id"] for e in one] and len({e["image_id"] for e in two}) == 5
+        assert two == one
+    assert len(read_results(tmp_path / "two")) == len(read_results(tmp_path / "trained")) == 1
+    assert (tmp_path / "ap-0").read_text() == (tmp_path / "ap-1").read_text()
+    for rank in range(2):
+        assert "broken2017/2.png" in (tmp_path / f"error-{rank}").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------- real learning
+
+
+@pytest.mark.slow
+def test_a_small_vit_learns_a_handful_of_coco_images_by_heart(coco_mini: Path, tmp_path: Path) -> None:
+    """Eight training images with one to three larger objects, 120 steps from scratch: a few minutes on one core."""
+    path = coco_mini / "annotations" / "instances_train2017.json"
+    dataset = json.loads(path.read_text())
+    area = {image["id"]: image["width"] * image["height"] for image in dataset["images"]}
+    objects: dict[int, list[dict[str, Any]]] = {image: [] for image in area}
+    for annotation in dataset["annotations"]:
+        objects[annotation["image_id"]].append(annotation)
+    clear = [
+        i for i in sorted(area) if 1 <= len(objects[i]) <= 3 and all(a["area"] > 0.02 * area[i] for a in objects[i])
+    ]
+    chosen = set(clear[:8])
+    dataset["images"] = [image for image in dataset["images"] if image["id"] in chosen]
+    dataset["annotations"] = [a for a in dataset["annotations"] if a["image_id"] in chosen]
+    (coco_mini / "annotations" / "few.json").write_text(json.dumps(dataset))
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_tiny_patch8_128", dim=96, depth=4, heads=3)
+    backbone = EncoderFile(Architecture.of("vit_tiny_patch8_128", encoder), encoder.state_dict())
+    settings = DetectSettings(
+        image_size=128,
+        window=0,
+        channels=64,
+        head_dim=256,
+        smallest_anchor=16,
+        epochs=60,
+        batch_size=4,
+        lr=1e-3,
+        warmup_steps=20,
+        weight_decay=0.05,
+        layer_decay=1.0,
+        drop_path=0.0,
+        clip_grad=1.0,
+        scale=(1.0, 1.0),
+        flip=False,
+        rois_per_image=64,
+        evaluate_every=0,
+    )
+    few = {
+        f"{split}_{what}": name
+        for split in ("train", "val")
+        for what, name in (("images", "train2017"), ("annotations", "annotations/few.json"))
+    }
+    result = detect(backbone, coco_mini, tmp_path, settings, device="cpu", **few)
+    assert len(chosen) == 8
+    assert result.metrics["box_ap50"] > 0.6
+    assert result.metrics["mask_ap50"] > 0.5
