@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from browser import Browser, find_chromium
 
 from patchmix.evaluate.knn import evaluate_knn
 from patchmix.interop.backbone import load_backbone
+from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.nn.vit import create_encoder
 from patchmix.run import pretrain
 
 SETTINGS = [
@@ -44,6 +47,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     evaluate_knn(load_backbone(out).file, "shapes:64", device="cpu", out=out, cache=False)
     return out
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder that was not trained, to compare with."""
+    torch.manual_seed(1)
+    encoder = create_encoder("vit_tiny_patch16_32", dim=48, depth=1, heads=4)
+    folder = tmp_path_factory.mktemp("encoders") / "a rather long name of an encoder without training"
+    folder.mkdir()
+    file = EncoderFile(Architecture.of("vit_tiny_patch16_32", encoder), encoder.state_dict())
+    file.save(folder / "encoder.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="session")

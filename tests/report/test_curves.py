@@ -63,9 +63,8 @@ def test_real_run_and_mistakes(run: Path, tmp_path: Path) -> None:
     history = read_history(run)
     assert history.batch_size == 32 and history.terms == ["oto", "mto", "mtm"]
     assert set(panels_of([history])) >= {"oto", "mto", "mtm", "knn", "rank", "lr", "weight_decay", "momentum"}
-    for axis in ("epochs", "images", "hours"):
-        assert show_curves([run, run], tmp_path / f"{axis}.pdf", axis=axis)[0].is_file()  # type: ignore[arg-type]
-    show_curves([run], tmp_path / "f.svg", axis="flops", flops_per_image=1e9)
+    assert show_curves([run, run], tmp_path / "hours.pdf", axis="hours", smoothing=0.5)[0].is_file()
+    assert show_curves([run], tmp_path / "f.svg", axis="flops", flops_per_image=1e9)[0].is_file()
     with pytest.raises(ValueError, match="2 costs are given for 1 runs"):
         show_curves([run], tmp_path / "f.svg", flops_per_image=[1.0, 2.0])
     with pytest.raises(ValueError, match=r"no metrics\.jsonl"):

@@ -94,9 +94,9 @@ def test_pca_is_the_projection_on_the_first_two_axes() -> None:
         flatten_to_map(vectors, "mds")  # type: ignore[arg-type]
 
 
-def test_figures_of_a_run(run: Path, tmp_path: Path) -> None:
+def test_figures_of_a_run(run: Path, other: Path, tmp_path: Path) -> None:
     for path in (
-        *show_similarity([run, "timm:vit_tiny_patch16_224"], "shapes:64", tmp_path / "s.svg", images=24, device="cpu"),
+        *show_similarity([run, other], "shapes:64", tmp_path / "s.svg", images=24, device="cpu"),
         *show_similarity([run], "shapes:64", tmp_path / "k.png", query=2, keys=[1, 5], images=24, device="cpu"),
         *show_neighbours([run], "shapes:64", tmp_path / "n.png", images=40, queries=2, k=3, device="cpu"),
         *show_map([run], "shapes:64", tmp_path / "m.png", images=20, device="cpu"),

@@ -41,7 +41,7 @@ def test_it_says_what_the_run_is_and_what_it_is_worth(run: Path, tmp_path: Path)
     assert line in text
     assert html.escape(facts.command or "") in text and "num_mix: 2" in text
     assert ">92.9<" in text and ">94.4<" in text and "not evaluated" in text
-    for heading in ("Curves", "Evaluations", "Cost", "Explorer", "Mixing", "Attention", "Reproduce"):
+    for heading in ("Curves", "Evaluations", "Cost", "Explorer", "Mixing", "Attention", "Similarity", "Reproduce"):
         assert f">{heading}</h2>" in text
     data = data_of(text)
     assert len(data["explorer"]["thumbs"]) == 30 and data["explorer"]["classes"][0] == "circle"

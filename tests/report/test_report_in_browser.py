@@ -20,18 +20,17 @@ from patchmix.report.page import report
 from patchmix.report.shown import open_shown, view
 
 IMAGES = 120
-OTHER = "timm:vit_tiny_patch16_224"
 
 
 @pytest.fixture(scope="module")
-def page(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return report([run, OTHER], tmp_path_factory.mktemp("page") / "r.html", images=IMAGES, device="cpu")
+def page(run: Path, other: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report([run, other], tmp_path_factory.mktemp("page") / "r.html", images=IMAGES, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def truth(run: Path) -> list[list[list[int]]]:
+def truth(run: Path, other: Path) -> list[list[list[int]]]:
     """For each run and image the neighbours that kNN's own ranking gives."""
-    viewed = view(open_shown("shapes:64", IMAGES), [load_backbone(run), load_backbone(OTHER)], device="cpu")
+    viewed = view(open_shown("shapes:64", IMAGES), [load_backbone(run), load_backbone(other)], device="cpu")
     return [
         knn._nearest(vectors, torch.nn.functional.normalize(vectors, dim=1), 20, first=0)[1].tolist()
         for vectors in viewed.vectors

@@ -72,7 +72,7 @@ def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, titl
     """For each image and run: the image, then the mean over heads and each head, raw above and overlaid below.
 
     images: uint8 (N, height, width, 3). maps: for each run its name and (N, H, R, C). Each map is drawn from 0 to its
-    own highest value, which its title gives, beside 1/patches, what even attention would have.
+    own highest value, which its title gives; even attention would be 1/patches everywhere.
     """
     most = max(weights.shape[1] for _, weights in maps)
     rows = 2 * len(images) * len(maps)
@@ -87,6 +87,8 @@ def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, titl
                 image = images[i].numpy()
                 picture(axes[top, 0], image)
                 axes[top, 0].set_title(short(name, 18), fontsize=6, pad=2)
+                even = f"even attention:\n{1 / weights[0, 0].numel():.2g}"
+                axes[top + 1, 0].text(0.5, 0.5, even, fontsize=6, ha="center", transform=axes[top + 1, 0].transAxes)
                 heads = [("mean", weights[i].mean(dim=0))] + [(f"head {h}", w) for h, w in enumerate(weights[i])]
                 for column, (label, weight) in enumerate(heads, 1):
                     highest = float(weight.max())
@@ -94,8 +96,7 @@ def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, titl
                     raw.imshow(weight.numpy(), cmap=HEAT, vmin=0, vmax=highest)
                     raw.set_title(f"{label} ≤ {highest:.2g}", fontsize=6, pad=2)
                     over.imshow(overlaid(image, weight))
-        even = 1 / maps[0][1][0, 0].numel()
-        figure.suptitle(f"{title or 'attention of the class token'} (even attention: {even:.2g})", fontsize=9)
+        figure.suptitle(title or "attention of the class token in the last block", fontsize=9)
         figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.55 / figure.get_figheight(), wspace=0.04, hspace=0.14)
     return figure
 

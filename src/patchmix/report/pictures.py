@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from patchmix.data.contract import Source
@@ -51,7 +52,7 @@ def show_mix(
     check_suffix(out)
     if images < 2:
         raise ValueError(f"{images} image can't be mixed; take at least 2")
-    source = open_source(data, "train")
+    source = open_source(data, "train", cache_bytes=0, progress=False)  # a few images only: none are kept
     found = crops(source, spread(len(source), images), size)
     batch = torch.stack([torch.from_numpy(image) for image in found.values()])
     with torch.random.fork_rng(devices=[]):
@@ -109,22 +110,34 @@ def show_similarity(
     check_suffix(out)
     backbones = load_all(runs)
     viewed = view(open_shown(data, images), backbones, device=device)
-    asked = _queries(query, queries, viewed)
+    asked = choose_queries(query, queries, viewed)
     given = None if keys is None else _rows(keys, viewed, "key")
+    names = [backbone.name for backbone in backbones]
+    return _say([save(similarity_of(viewed, names, asked, keys=given, related=related), out)])
+
+
+def similarity_of(
+    viewed: Viewed,
+    names: Sequence[str],
+    queries: Sequence[int],
+    *,
+    keys: Sequence[int] | None = None,
+    related: int | None = None,
+) -> Figure:
+    """The similarity figure of some rows of `viewed`; names: of the encoders. See `show_similarity`."""
     comparisons = [
-        choose_keys(q, viewed.labels, viewed.vectors, related=related)
-        if given is None
-        else describe_keys(q, given, viewed.labels)
-        for q in asked
+        choose_keys(query, viewed.labels, viewed.vectors, related=related)
+        if keys is None
+        else describe_keys(query, keys, viewed.labels)
+        for query in queries
     ]
     needed = [i for comparison in comparisons for i in (comparison.query, *comparison.keys)]
-    figure = similarity_figure(
+    return similarity_figure(
         comparisons,
         _pictures(viewed, needed),
-        list(zip([backbone.name for backbone in backbones], viewed.vectors, strict=True)),
+        list(zip(names, viewed.vectors, strict=True)),
         class_names={i: _class_of(viewed, i) for i in needed},
     )
-    return _say([save(figure, out)])
 
 
 def show_attention(
@@ -196,7 +209,7 @@ def show_neighbours(
     check_suffix(out)
     backbones = load_all(runs)
     viewed = view(open_shown(data, images), backbones, device=device)
-    asked = _queries(query, queries, viewed)
+    asked = choose_queries(query, queries, viewed)
     found = [nearest(vectors, asked, k)[0] for vectors in viewed.vectors]
     needed = sorted({*asked, *(i for places in found for i in places.flatten().tolist())})
     figure = neighbours_figure(
@@ -240,7 +253,7 @@ def show_map(
     return _say([save(figure, out)])
 
 
-def _queries(query: int | Sequence[int] | None, count: int, viewed: Viewed) -> list[int]:
+def choose_queries(query: int | Sequence[int] | None, count: int, viewed: Viewed) -> list[int]:
     """Rows of `viewed`: those asked for, or the first of each of `count` classes, or evenly spread ones."""
     if query is not None:
         return _rows([query] if isinstance(query, int) else query, viewed, "query")

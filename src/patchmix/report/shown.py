@@ -27,9 +27,9 @@ def open_shown(data: str | Path, limit: int | None = None) -> Source:
     """
     split: Split = "test" if has_split(data, "test") else "train"
     try:
-        source = open_source(data, split, class_folders=True, progress=False)
+        source = open_source(data, split, class_folders=True, cache_bytes=0, progress=False)
     except ValueError:
-        source = open_source(data, split, progress=False)  # a folder with images beside its sub-folders
+        source = open_source(data, split, cache_bytes=0, progress=False)  # a folder with images beside its sub-folders
     if limit is None or limit >= len(source):
         return source
     if limit < 1:

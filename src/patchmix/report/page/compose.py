@@ -21,7 +21,7 @@ from patchmix.report.page.document import Markup, document, element, join
 from patchmix.report.page.embedding import check_vectors, pack_explorer
 from patchmix.report.page.record import Facts, Record, read_record, verdict
 from patchmix.report.page.series import curves_data
-from patchmix.report.pictures import attention_of
+from patchmix.report.pictures import attention_of, choose_queries, similarity_of
 from patchmix.report.shown import Viewed, crops, open_shown, spread, unique_names, view
 
 __all__ = ["Facts", "report"]
@@ -156,6 +156,9 @@ def _pictures(
         maps = [(encoder.name, attention_of(encoder, viewed.source, positions[::2])) for encoder in with_class_token]
         caption = "The class token's attention in the last block, head by head; raw above, on the image below."
         parts["attention"] = ("Attention", sections.drawn(attention_figure(shown, maps), caption, caption))
+    caption = "A query's similarity to keys of its own class, of a related class and of others: the paper's figure."
+    figure = similarity_of(viewed, [encoder.name for encoder in encoders], choose_queries(None, 3, viewed))
+    parts["similarity"] = ("Similarity", sections.drawn(figure, caption, caption))
     some = spread(len(viewed.positions), MAPPED)
     thumbs = list(crops(viewed.source, [viewed.positions[row] for row in some], 32).values())
     planes = [

@@ -9,7 +9,8 @@ export function startCurves(root, data) {
   const refresh = () => panels.forEach((panel) => panel.render());
   const change = (key, value) => { state[key] = value; refresh(); };
 
-  const legend = data.runs.map((name, run) => make("button", {
+  const drawn = new Set(data.panels.flatMap((panel) => panel.series.map((series) => series.run)));
+  const legend = data.runs.map((name, run) => !drawn.has(run) ? null : make("button", {
     type: "button", "aria-pressed": "true", onclick: (event) => {
       state.hidden.has(run) ? state.hidden.delete(run) : state.hidden.add(run);
       event.currentTarget.setAttribute("aria-pressed", String(!state.hidden.has(run)));

@@ -24,7 +24,7 @@ def summary(records: Sequence[Record]) -> Markup:
             ("trained on", record.setting("data", "path")),
             ("recipe", _recipe(record)),
             ("loss", _progress(record)),
-            ("effective rank", _number(record.last("rank"))),
+            ("effective rank", None if (rank := record.last("rank")) is None else _number(rank)),
         ]
         cards.append(
             element(
