@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,12 @@ def test_the_defaults_are_sound_and_tell_themselves() -> None:
     DetectSettings().check()
     assert json.loads(json.dumps(DetectSettings().told())) == DetectSettings().told()
     assert DetectSettings().shape() == Shape()
+
+
+def test_the_page_tells_every_setting_and_its_default() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "detection.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, flags=re.MULTILINE))
+    assert told == {name: str(value) for name, value in vars(DetectSettings()).items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- the file
