@@ -1,4 +1,4 @@
-"""RegionCL (Xu et al.: "Exploring Contrastive Learning with Region Swapping", ECCV 2022), on MoCo v3.
+"""RegionCL (Xu et al.: "Exploring Contrastive Region Pairs for Self-Supervised Representation Learning", ECCV 2022).
 
 Images i and N − 1 − i of view 1 exchange a region. The pasted region's feature must find the image it comes from,
 the canvas around it its own image, among the keys of view 2; each has the other of the same picture as a negative.

@@ -32,8 +32,8 @@ PAPER_GFLOPS = {
     "patchmix": (50.0, 197.6, 787.3),
 }
 # Local crops (number, size in px) that come nearest to that column; the paper does not state them. DINO's reproduce it
-# to 0.8 %. No setting reproduces all three of iBOT's: T and S both are 26.2 passes of the encoder with nothing left
-# for heads, B is 23.1 passes; these crops are the nearest single setting for the encoder alone.
+# to 0.8 %, and no other number and size does. No setting reproduces all three of iBOT's: T and S both are 26.2 passes
+# of the encoder with nothing left for heads, B is 23.1 passes. Of iBOT's usual ten crops these come nearest, to 8 %.
 PAPER_CROPS = {"dino": (8, 16), "ibot": (10, 24)}
 
 
