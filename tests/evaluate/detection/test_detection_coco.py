@@ -28,12 +28,12 @@ def test_reads_images_objects_and_categories(coco: Path) -> None:
 
 def test_crowds_and_boxes_without_area_are_not_learnt_and_empty_images_are_left_out(coco: Path) -> None:
     source = open_split(coco, "train2017")
-    assert len(source.truth.imgToAnns[100]) == 4
+    assert len(source.annotations(0)) == len(source.truth().imgToAnns[100]) == 4
     assert [a["category_id"] for a in source.objects(0)] == [7, 3]
     assert source.objects(4) == []
     fewer = source.with_objects()
     assert len(fewer) == 4 and fewer.fingerprint() != source.fingerprint()
-    assert len(source.first(2)) == 2
+    assert [source.only([3, 0]).entry(i)["id"] for i in range(2)] == [400, 100]
 
 
 def test_other_names(coco: Path) -> None:

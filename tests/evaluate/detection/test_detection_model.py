@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchmix.evaluate.detection.coco import Category
 from patchmix.evaluate.detection.files import DetectorFile, load_detector
-from patchmix.evaluate.detection.model import Detector, build_detector, without_class_layers
+from patchmix.evaluate.detection.model import Detector, RegionPooling, build_detector, without_class_layers
 from patchmix.evaluate.detection.settings import DetectSettings, Shape
 from patchmix.evaluate.detection.training import DetectMethod, WarmupSteps, layer_groups
 from patchmix.interop.encoder_file import Architecture, EncoderFile
@@ -87,7 +87,6 @@ def test_a_small_image_on_the_canvas_does_not_change_later_ones(encoder_file: En
         with torch.no_grad():
             detector(images, first)
             found.append(detector(images, later)[0])
-        assert detector.roi_heads.mask_roi_pool.scales == [1 / 4, 1 / 8, 1 / 16, 1 / 32]
     assert len(found[0]["boxes"])
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name])
@@ -100,18 +99,26 @@ def _with_scores(file: EncoderFile) -> dict[str, Tensor]:
     return detector.state_dict()
 
 
-def test_regions_are_pooled_where_they_are(encoder_file: EncoderFile) -> None:
-    """Of maps that hold their own x and y in pixels, a region's pooled middle is the region's middle."""
-    detector = small_detector(encoder_file)
+def test_regions_are_pooled_where_they_are() -> None:
+    """Maps that hold their own x, y and stride: what is pooled is the region itself, at the stride for its size."""
     levels = {}
     for level, stride in enumerate((4, 8, 16, 32)):
-        centres = (torch.arange(256 // stride) + 0.5) * stride
-        levels[str(level)] = torch.stack(torch.meshgrid(centres, centres, indexing="xy"))[None]
-    boxes = torch.tensor([[40.0, 60.0, 72.0, 76.0], [30.0, 50.0, 150.0, 200.0], [64.0, 64.0, 80.0, 72.0]])
-    pooled = detector.roi_heads.box_roi_pool(levels, [boxes], [(100, 50)])
-    middles = (boxes[:, :2] + boxes[:, 2:]) / 2
-    # Half a cell off, as roi_align is without `aligned`: at most 16 px, on the level of stride 32.
-    assert ((pooled[:, :, 3, 3] - middles).abs() <= torch.tensor([[5.0], [17.0], [5.0]])).all()
+        centres = (torch.arange(1024 // stride) + 0.5) * stride
+        x, y = torch.meshgrid(centres, centres, indexing="xy")
+        levels[str(level)] = torch.stack([x, y, torch.full_like(x, stride)])[None].repeat(2, 1, 1, 1)
+        levels[str(level)][1] += 2000
+    boxes = [
+        torch.tensor([[40.0, 60.0, 140.0, 130.0], [300.0, 300.0, 524.0, 524.0], [200.0, 100.0, 901.0, 800.0]]),
+        torch.tensor([[500.0, 500.0, 620.0, 640.0], [64.0, 64.0, 71.0, 75.0]]),
+    ]
+    pooled = RegionPooling(7, middle=224.0)(levels, boxes, [(10, 10), (10, 10)])
+    pooled[3:] -= 2000
+    assert pooled[:, 2, 3, 3].round().tolist() == [4, 16, 32, 8, 4]
+    every = torch.cat(boxes)
+    torch.testing.assert_close(pooled[:, :2, 3, 3], (every[:, :2] + every[:, 2:]) / 2)
+    step = (every[:, 2] - every[:, 0]) / 7
+    torch.testing.assert_close(pooled[:, 0, 0, 6] - pooled[:, 0, 0, 0], 6 * step)
+    assert RegionPooling(7, middle=224.0)(levels, [every[:0]], [(10, 10)]).shape == (0, 3, 7, 7)
 
 
 def test_the_encoders_weights_arrive(encoder_file: EncoderFile) -> None:

@@ -35,7 +35,8 @@ class Category:
 class CocoImages:
     """Images by position with their objects; a `Source` for the loader, and the truth for pycocotools.
 
-    Labels are 1 … K in the order of category ids; 0 is the background.
+    Labels are 1 … K in the order of category ids; 0 is the background. What the file says is kept as text in one
+    array: as Python objects, COCO's 860,000 annotations would be copied into every worker by mere reading.
     """
 
     labels: Labels | None = None  # an image has many
@@ -46,18 +47,22 @@ class CocoImages:
         self.categories = tuple(sorted((_category(c, annotations) for c in dataset["categories"]), key=lambda c: c.id))
         if len({c.id for c in self.categories}) < len(self.categories) or not self.categories:
             raise ValueError(f"{annotations}: category ids must be given, each once; repair the file")
-        self.images: list[dict[str, Any]] = [_image(entry, annotations) for entry in dataset["images"]]
-        if not self.images:
-            raise ValueError(f"{annotations} lists no images; give a file with at least one")
-        _check_once([entry["id"] for entry in self.images], "image id", annotations)
-        _check_once([a.get("id") for a in dataset["annotations"]], "annotation id", annotations)
-        self._check_files()
         self._label_of = {category.id: i + 1 for i, category in enumerate(self.categories)}
-        by_id = {entry["id"]: entry for entry in self.images}
+        images: list[dict[str, Any]] = [_image(entry, annotations) for entry in dataset["images"]]
+        if not images:
+            raise ValueError(f"{annotations} lists no images; give a file with at least one")
+        _check_once([entry["id"] for entry in images], "image id", annotations)
+        _check_once([a.get("id") for a in dataset["annotations"]], "annotation id", annotations)
+        self._check_files(images)
+        by_id = {entry["id"]: entry for entry in images}
+        objects: dict[int, list[dict[str, Any]]] = {number: [] for number in by_id}
         for annotation in dataset["annotations"]:
             _check(annotation, by_id, self._label_of, annotations)
-        self.truth = coco_of(dataset)
-        self.chosen = np.arange(len(self.images))
+            objects[annotation["image_id"]].append(annotation)
+        records = [json.dumps([entry, objects[entry["id"]]]).encode() for entry in images]
+        self._ends = np.cumsum([len(record) for record in records])
+        self._text = np.frombuffer(b"".join(records), np.uint8)
+        self.chosen = np.arange(len(images))
 
     # ------------------------------------------------------------------------------------------- the loader's source
 
@@ -98,7 +103,8 @@ class CocoImages:
 
     def fingerprint(self) -> str:
         """SHA-256 over images and objects as the file lists them, and which of them are used."""
-        sha = hashlib.sha256(json.dumps([self.truth.dataset[k] for k in ("images", "annotations")]).encode())
+        sha = hashlib.sha256(self._text.data)
+        sha.update(repr(self.categories).encode())
         sha.update(self.chosen.tobytes())
         return sha.hexdigest()
 
@@ -106,12 +112,34 @@ class CocoImages:
 
     def entry(self, index: int) -> dict[str, Any]:
         """What the file says about an image: id, file_name, height, width."""
-        return self.images[int(self.chosen[index])]
+        return self._record(index)[0]
+
+    def annotations(self, index: int) -> list[dict[str, Any]]:
+        """All that the file says is in an image, crowds and boxes without area included."""
+        return self._record(index)[1]
 
     def objects(self, index: int) -> list[dict[str, Any]]:
         """The annotations to learn from: no crowds, no boxes without area inside the image."""
-        entry = self.entry(index)
-        return [a for a in self.truth.imgToAnns[entry["id"]] if not a["iscrowd"] and _has_area(a["bbox"], entry)]
+        entry, annotations = self._record(index)
+        return [a for a in annotations if not a["iscrowd"] and _has_area(a["bbox"], entry)]
+
+    def truth(self) -> COCO:
+        """The chosen images and all their annotations for pycocotools; a new one each time, for it writes into it."""
+        records = [self._record(i) for i in range(len(self))]
+        return coco_of(
+            {
+                "images": [entry for entry, _ in records],
+                "annotations": [annotation for _, annotations in records for annotation in annotations],
+                "categories": [{"id": category.id, "name": category.name} for category in self.categories],
+            }
+        )
+
+    def _record(self, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        number = int(self.chosen[index])
+        entry, annotations = json.loads(
+            self._text[self._ends[number - 1] if number else 0 : self._ends[number]].tobytes()
+        )
+        return entry, annotations
 
     def label(self, annotation: dict[str, Any]) -> int:
         return self._label_of[annotation["category_id"]]
@@ -121,22 +149,20 @@ class CocoImages:
         kept = [i for i in range(len(self)) if self.objects(i)]
         if not kept:
             raise ValueError(f"{self._file} has no object in any image; there is nothing to learn")
-        return self._only(kept)
+        return self.only(kept)
 
-    def first(self, count: int) -> CocoImages:
-        return self._only(range(min(count, len(self))))
-
-    def _only(self, positions: Sequence[int]) -> CocoImages:
+    def only(self, positions: Sequence[int]) -> CocoImages:
+        """Some of the images, by position."""
         other = object.__new__(CocoImages)
         other.__dict__.update(self.__dict__)
         other.chosen = self.chosen[np.asarray(positions, np.int64)]
         return other
 
-    def _check_files(self) -> None:
+    def _check_files(self, images: Sequence[dict[str, Any]]) -> None:
         if not self._folder.is_dir():
             raise ValueError(f"{self._folder} is not a folder; it should hold the images that {self._file.name} lists")
         present = {path.name for path in self._folder.iterdir()}
-        for entry in self.images:
+        for entry in images:
             name = entry["file_name"]
             if name not in present and not (self._folder / name).is_file():
                 raise ValueError(

@@ -5,7 +5,6 @@ Shapes: N images, S the canvas's side, K classes without the background.
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCN
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNN, MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.rpn import RPNHead
-from torchvision.ops.poolers import MultiScaleRoIAlign, initLevelMapper
+from torchvision.ops import roi_align
 
 from patchmix.evaluate.detection.settings import Shape
 from patchmix.evaluate.detection.views import Target
@@ -48,10 +47,8 @@ class Detector(nn.Module):
             backbone,
             rpn_anchor_generator=anchors,
             rpn_head=RPNHead(channels, anchors.num_anchors_per_location()[0], conv_depth=2),
-            box_roi_pool=_pooler(7, shape),
             box_head=FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [head_dim], norm_layer=LayerNorm2d),
             box_predictor=FastRCNNPredictor(head_dim, classes + 1),
-            mask_roi_pool=_pooler(14, shape),
             mask_head=MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=LayerNorm2d),
             mask_predictor=MaskRCNNPredictor(channels, channels, classes + 1),
             box_batch_size_per_image=rois_per_image,
@@ -65,6 +62,9 @@ class Detector(nn.Module):
         self.backbone = backbone
         self.rpn: Any = parts.rpn
         self.roi_heads: Any = parts.roi_heads
+        # 224 px at 1024 px, where the smallest anchor is 32
+        self.roi_heads.box_roi_pool = RegionPooling(7, middle=7.0 * shape.smallest_anchor)
+        self.roi_heads.mask_roi_pool = RegionPooling(14, middle=7.0 * shape.smallest_anchor)
 
     def forward(
         self, images: Tensor, sizes: list[tuple[int, int]], targets: list[Target] | None = None
@@ -82,18 +82,33 @@ class Detector(nn.Module):
         return cast("list[Detection]", detections)
 
 
-def _pooler(side: int, shape: Shape) -> MultiScaleRoIAlign:
-    """Features of `side` × `side` for each region, from the level that fits its size: at 1024 px 224 px is level 2.
+class RegionPooling(nn.Module):
+    """Features of `side` × `side` for each region, from the level that fits its size (FPN's equation 1).
 
-    Left alone, torchvision guesses the strides from the first images it sees, by their visible sizes, and keeps them:
-    on a canvas that is mostly empty it would guess wrong for ever.
+    In place of torchvision's, which guesses the strides from the visible sizes of the first images it sees, and keeps
+    them: on a canvas that jitter leaves mostly empty it guesses wrong for ever. This one also samples at the centres
+    of pixels (`aligned`), as detectron2 does.
     """
-    levels = [str(level) for level in range(len(STRIDES))]
-    pooler = MultiScaleRoIAlign(levels, side, sampling_ratio=2, canonical_scale=7 * shape.smallest_anchor)
-    pooler.scales = [1 / stride for stride in STRIDES]
-    exponents = [int(math.log2(stride)) for stride in STRIDES]
-    pooler.map_levels = initLevelMapper(exponents[0], exponents[-1], canonical_scale=7 * shape.smallest_anchor)
-    return pooler
+
+    def __init__(self, side: int, *, middle: float) -> None:
+        """middle: the side in px of a region that is pooled from stride 16; half of it goes to stride 8, and so on."""
+        super().__init__()
+        self.side, self.middle = side, middle
+
+    def forward(self, levels: dict[str, Tensor], boxes: list[Tensor], _: list[tuple[int, int]]) -> Tensor:
+        """levels: "0", … "3" (N, C, S/s, S/s); boxes: for each image (n, 4) → (sum of n, C, side, side)."""
+        every = torch.cat(boxes)
+        image = torch.cat([torch.full_like(own[:, :1], n) for n, own in enumerate(boxes)])
+        regions = torch.cat([image, every], dim=1)  # (sum of n, 5)
+        area = (every[:, 2] - every[:, 0]) * (every[:, 3] - every[:, 1])
+        level = torch.floor(2 + torch.log2(area.clamp_min(1e-6).sqrt() / self.middle) + 1e-6).clamp(0, len(STRIDES) - 1)
+        first = levels["0"]
+        pooled = first.new_zeros(len(regions), first.shape[1], self.side, self.side)
+        for number, stride in enumerate(STRIDES):
+            chosen = torch.where(level == number)[0]
+            found = roi_align(levels[str(number)], regions[chosen], self.side, 1 / stride, 2, aligned=True)
+            pooled[chosen] = found.to(pooled.dtype)
+        return pooled
 
 
 def build_detector(

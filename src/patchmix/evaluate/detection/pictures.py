@@ -5,7 +5,6 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -54,9 +53,8 @@ def save_pictures(
     for index in range(min(count, len(source))):
         entry = source.entry(index)
         found = [one for one in entries if one["image_id"] == entry["id"] and one["score"] >= threshold]
-        truth: list[Any] = source.truth.imgToAnns[entry["id"]]
         path = folder / f"{Path(entry['file_name']).stem}.png"
-        write_picture(path, beside_truth(source.load(index), truth, found, names))
+        write_picture(path, beside_truth(source.load(index), source.annotations(index), found, names))
         paths.append(path)
     return paths
 

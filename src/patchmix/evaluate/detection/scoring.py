@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,15 +36,12 @@ class Scores:
 
 def score(source: CocoImages, entries: Sequence[Entry]) -> Scores:
     """pycocotools' verdict on detections in the images of `source`; all entries count for boxes and for masks."""
-    ids = [source.entry(i)["id"] for i in range(len(source))]
     metrics: dict[str, float] = {}
-    classes = _class_rows(source, set(ids))
+    classes = _class_rows(source)
     for name, kind in KINDS.items():
-        # Evaluation writes into the truth (it turns polygons into masks), so it gets its own.
-        truth = coco_of(copy.deepcopy(source.truth.dataset))
+        truth = source.truth()
         with silence():
             evaluation = COCOeval(truth, _results(truth, part_of(entries, kind)), iouType=kind)
-            evaluation.params.imgIds = ids
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
@@ -85,11 +81,11 @@ def _results(truth: COCO, entries: list[Entry]) -> COCO:
     )
 
 
-def _class_rows(source: CocoImages, ids: set[int]) -> list[dict[str, Any]]:
+def _class_rows(source: CocoImages) -> list[dict[str, Any]]:
     counts = {category.id: 0 for category in source.categories}
-    for annotation in source.truth.dataset["annotations"]:
-        if annotation["image_id"] in ids and not annotation["iscrowd"]:
-            counts[annotation["category_id"]] += 1
+    for index in range(len(source)):
+        for annotation in source.annotations(index):
+            counts[annotation["category_id"]] += not annotation["iscrowd"]
     return [{"id": c.id, "name": c.name, "objects": counts[c.id]} for c in source.categories]
 
 
