@@ -116,8 +116,9 @@ class Browser:
         self.requests.clear()
         self.errors.clear()
         self.resize(width, height)
-        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.call("Emulation.setEmulatedMedia", features=scheme)
+        wishes = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in wishes.items()]
+        self.call("Emulation.setEmulatedMedia", features=features)  # smooth scrolling would move targets under a click
         self.call("Page.navigate", url=file.as_uri())
         self.wait("document.readyState === 'complete' && !location.href.startsWith('about')")
 

@@ -21,6 +21,7 @@ from patchmix.report.page import Facts, report
 from patchmix.report.page.document import Markup, element, inert_json, scripts
 from patchmix.report.page.embedding import pack_explorer
 from patchmix.report.page.record import read_record, verdict
+from patchmix.report.pictures import show_attention
 
 EVIL = "<script>alert(1)</script>.png"
 
@@ -125,3 +126,21 @@ def test_two_thousand_photographs_and_two_wide_encoders_stay_below_15_megabytes(
 def test_mistakes(runs: list[str], out: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         report(runs, tmp_path / out, **options)
+
+
+def test_photographs_without_labels_and_a_folder_with_one(run: Path, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for i in range(6):
+        Image.fromarray(random.integers(0, 256, (40, 70, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    (folder / "broken.png").write_bytes(b"not a picture")
+    data = data_of(report([run], tmp_path / "u.html", data=str(folder), device="cpu").read_text())["explorer"]
+    assert data["labels"] is None and data["classes"] is None and data["most"] == 5
+    assert len(data["thumbs"]) == len(data["keys"]) == 6 and "broken.png" not in data["keys"]
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(folder / "0.png", alone)
+    assert show_attention([run], str(alone), tmp_path / "a.png")[0].is_file()
+    with pytest.raises(ValueError, match="at least 3 images"):
+        report([run], tmp_path / "o.html", data=str(alone), device="cpu")

@@ -16,7 +16,7 @@ from PIL import Image
 from patchmix.evaluate import knn
 from patchmix.interop.backbone import load_backbone
 from patchmix.report.curves import read_history
-from patchmix.report.page import report
+from patchmix.report.page import embedding, report
 from patchmix.report.shown import open_shown, view
 
 IMAGES = 120
@@ -129,6 +129,19 @@ def test_clicking_a_thumbnail_gives_the_neighbours_of_knn(browser: Browser, page
     check_clean(browser)
 
 
+def test_eight_bits_and_repairs_give_the_neighbours_of_knn(
+    browser: Browser, run: Path, other: Path, truth: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding, "WIDE_BYTES", 0)  # as if the page had too many bytes for 16 bits
+    browser.open(report([run, other], tmp_path / "narrow.html", images=IMAGES, device="cpu"))
+    packed = "JSON.parse(document.getElementById('data').textContent).explorer.runs[0]"
+    assert browser.run(f"{packed}.bits") == 8
+    assert len(browser.run(f"{packed}.repairs")) > 10
+    for query in range(IMAGES):
+        browser.run(f"document.querySelector('.thumbs button[data-image=\"{query}\"]').click()")
+        assert [shown(browser, run) for run in (0, 1)] == [truth[run][query][:10] for run in (0, 1)]
+
+
 def test_a_neighbour_becomes_the_query_and_charts_follow(browser: Browser, page: Path, truth: list) -> None:
     browser.open(page)
     browser.click('[data-run="0"] .neighbours button')
@@ -145,6 +158,19 @@ def test_a_neighbour_becomes_the_query_and_charts_follow(browser: Browser, page:
     status = browser.run("document.querySelector('#explorer .explorer [role=region] [role=status]').textContent")
     assert f"The runs agree on {common} of 10." in status
     assert browser.run("document.querySelectorAll('[data-run=\"0\"] .charts rect').length") == 10
+
+
+def test_a_click_on_the_map_chooses_the_image_there(browser: Browser, page: Path, truth: list) -> None:
+    browser.open(page)
+    assert browser.run("document.querySelectorAll('[data-run=\"0\"] .dot').length") == IMAGES
+    assert browser.run("document.querySelectorAll('[data-run=\"0\"] .dot-near').length") == 10
+    browser.click('[data-run="0"] .dot-near')  # rings stand in the order of the neighbours
+    chosen = int(browser.run("document.querySelector('.thumbs [aria-pressed=true]').dataset.image"))
+    places = browser.run("JSON.parse(document.getElementById('data').textContent).explorer.runs[0].map")
+    nearest = truth[0][0][0]
+    assert places[2 * chosen : 2 * chosen + 2] == pytest.approx(places[2 * nearest : 2 * nearest + 2], abs=0.01)
+    assert shown(browser, 0) == truth[0][chosen][:10]
+    assert chosen != 0
 
 
 def test_search_by_class(browser: Browser, page: Path) -> None:

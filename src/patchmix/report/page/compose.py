@@ -134,8 +134,8 @@ def _explorer(viewed: Viewed, encoders: Sequence[Backbone]) -> dict[str, Any]:
 
 def _about(viewed: Viewed) -> Markup:
     text = (
-        f"{len(viewed.positions):,} images of {viewed.source.name}. Choose one: its nearest among them by cosine, "
-        "ranked as kNN ranks, how similar they are, and what classes they have."
+        f"{len(viewed.positions):,} images of {viewed.source.name}. Choose one: its nearest among them by cosine s, "
+        "ranked as kNN ranks; normalised similarity exp(s/0.07)/exp(1/0.07); their classes; their places on a map."
     )
     return element("p", text, class_="note")
 

@@ -18,6 +18,7 @@ from PIL import Image, features
 from torch import Tensor
 
 from patchmix.evaluate.knn import HEADLINE_K, TEMPERATURE
+from patchmix.report.neighbours import flatten_to_map
 from patchmix.report.similarity import nearest
 
 WIDE_BYTES = 6_500_000  # up to so many bytes of codes in a page they have 16 bits, beyond 8
@@ -50,7 +51,10 @@ def pack_explorer(
         "classes": named,
         "temperature": TEMPERATURE,
         "most": most,
-        "runs": [{"name": name, **pack_vectors(vectors, bits=bits, most=most)} for name, vectors in runs],
+        "runs": [
+            {"name": name, "map": map_of(vectors), **pack_vectors(vectors, bits=bits, most=most)}
+            for name, vectors in runs
+        ],
     }
 
 
@@ -70,6 +74,13 @@ def pack_vectors(vectors: Tensor, *, bits: int = 16, most: int = HEADLINE_K) -> 
         "codes": base64.b64encode(np.ascontiguousarray(codes, codes.dtype.newbyteorder("<")).tobytes()).decode(),
         "repairs": {str(i): exact[i].tolist() for i in wrong.tolist()},
     }
+
+
+def map_of(vectors: Tensor) -> list[float]:
+    """x and y of each image in turn, in 0…1 with three digits: the first two principal components."""
+    plane = flatten_to_map(vectors)
+    low, high = plane.amin(dim=0), plane.amax(dim=0)
+    return [round(value, 3) for value in ((plane - low) / (high - low).clamp_min(1e-12)).flatten().tolist()]
 
 
 def quantise(vectors: Tensor, bits: int) -> Codes:

@@ -87,8 +87,9 @@ export function startExplorer(root, data) {
       "aria-label": `${rank + 1}: ${title(place)}, cosine ${cosine.toFixed(3)}${data.labels ? (same(place) ? ", same class" : ", another class") : ""}`,
       onclick: () => choose(place, { focus: true }),
     }, image(place), make("span", {}, `${data.labels ? (same(place) ? "✓ " : "✗ ") : ""}${cosine.toFixed(3)}`), make("span", {}, className(place)))));
-    const charts = [make("div", {}, make("h4", {}, `similarity exp(s/τ′)/exp(1/τ′), τ′ = ${data.temperature}`), bars(neighbours, same))];
+    const charts = [make("div", {}, make("h4", { title: `exp(s/τ′)/exp(1/τ′), τ′ = ${data.temperature}` }, "normalised similarity"), bars(neighbours, same))];
     if (data.labels) charts.push(make("div", {}, make("h4", {}, `classes of the ${neighbours.length}`), histogram(neighbours)));
+    charts.push(make("div", {}, make("h4", {}, data.labels ? "map: ○ neighbours, blue: its class" : "map: ○ neighbours"), atlas(run, neighbours)));
     return make("section", { class: "result", "data-run": run, "aria-label": `Neighbours by ${data.runs[run].name}` },
       make("h3", {}, make("span", { class: `swatch fill-${run % 8}` }), data.runs[run].name),
       make("ol", { class: "neighbours" }, ...tiles), make("div", { class: "charts" }, ...charts));
@@ -109,6 +110,25 @@ export function startExplorer(root, data) {
       if (neighbours.length <= 12 || i % 2 === 0) svg.append(draw("text", { class: "tick", x: x + step / 2, y: height + 13, "text-anchor": "middle" }, String(i + 1)));
     });
     return svg;
+  }
+
+  // All images at their first two principal components: the query, its neighbours and its class stand out; a click chooses.
+  function atlas(run, neighbours) {
+    const width = 300, height = 190, places = data.runs[run].map;
+    const at = (i) => [6 + places[2 * i] * (width - 12), height - 6 - places[2 * i + 1] * (height - 12)];
+    const dot = (i, kind, r) => draw("circle", { class: kind, cx: at(i)[0].toFixed(1), cy: at(i)[1].toFixed(1), r });
+    const own = data.labels ? data.keys.map((_, i) => i).filter((i) => data.labels[i] === data.labels[state.query]) : [];
+    return draw("svg", {
+      class: "atlas", viewBox: `0 0 ${width} ${height}`, role: "img",
+      "aria-label": `map of all images by ${data.runs[run].name}: first two principal components, the query and its neighbours marked`,
+      onclick: (event) => {
+        const box = event.currentTarget.getBoundingClientRect();
+        const x = (event.clientX - box.left) / box.width * width, y = (event.clientY - box.top) / box.height * height;
+        const away = data.keys.map((_, i) => Math.hypot(at(i)[0] - x, at(i)[1] - y));
+        choose(away.indexOf(Math.min(...away)), { focus: true });
+      },
+    }, ...data.keys.map((_, i) => dot(i, "dot", 1.4)), ...own.map((i) => dot(i, "dot-class", 1.8)),
+    ...neighbours.map(([i]) => dot(i, "dot-near", 3)), dot(state.query, "dot-query", 4.5));
   }
 
   function histogram(neighbours) {
