@@ -322,6 +322,21 @@ def test_gradients_reach_everything_that_is_trained_and_nothing_else(name: str) 
             assert parameter.grad is None, key
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_bf16_changes_little_and_losses_stay_fp32(name: str) -> None:
+    method = make(name)
+    losses = []
+    for enabled in (False, True):
+        method.generator.manual_seed(2)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = method(views(local=1))
+        assert all(value.dtype == torch.float32 for value in out.values())
+        out["loss"].backward()
+        losses.append(out["loss"].item())
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_values_can_be_compared_with_chance_and_floor(name: str) -> None:
     out = make(name)(views())

@@ -97,6 +97,20 @@ def test_every_mix_in_the_three_contrasts(name: str, normalize: bool) -> None:
     assert all(torch.isfinite(value) for value in out.values())
 
 
+def test_the_names_of_the_mixes() -> None:
+    classes = {
+        "patchmix": {"PatchMix"},
+        "mixup": {"Mixup"},
+        "cutmix": {"CutMix"},
+        "cutmix+mixup": {"CutMix", "Mixup"},
+        "resizemix": {"ResizeMix"},
+        "regionswap": {"RegionSwap"},
+    }
+    for name, expected in classes.items():
+        method = make(mix=name)
+        assert {type(method.mix.for_one_step()).__name__ for _ in range(12)} == expected
+
+
 @pytest.mark.parametrize("name", ["patchmix", "cutmix+mixup", "resizemix"])
 def test_mixed_local_crops_have_their_own_shares(name: str) -> None:
     torch.manual_seed(0)
