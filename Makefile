@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-slow check format clean
+.PHONY: setup demo test test-slow check format figures clean
 
 setup: .venv/.installed
 
@@ -30,6 +30,10 @@ check: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The pictures of README and docs: make figures RUN=runs/cifar-small
+figures: setup
+	$(BIN)/python docs/figures.py $(RUN)
 
 clean:
 	rm -rf .venv build dist runs .mypy_cache .pytest_cache .ruff_cache

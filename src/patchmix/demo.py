@@ -15,6 +15,7 @@ from patchmix.data.sources import open_source
 from patchmix.report.figures import curves_figure, mix_figure, targets_figure
 from patchmix.report.style import save
 from patchmix.run import configure, run_config
+from patchmix.study.reporting import report_runs
 from patchmix.train.log import read_metrics
 
 
@@ -44,6 +45,7 @@ def demo(out: Path, *, budget: str = "3min") -> Path:
     console.print(table)
     for path in write_figures(run.path, config, references={"raw pixels": pixels, "random encoder": values[0]}):
         console.print(f"wrote {path}", soft_wrap=True)
+    report_runs([run.path], images=600)
     return run.path
 
 

@@ -87,21 +87,24 @@ def official(model: str = "vit_small_patch16_224", epochs: float | None = None) 
     )
 
 
-def demo(model: str = "vit_tiny_patch4_32", epochs: float | None = None) -> Config:
+def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Config:
     """A small ViT on generated images, a few minutes on two CPU cores: see it work before you believe it.
 
     patchmix demo
     """
-    epochs = 24.0 if epochs is None else epochs
+    epochs = 12.0 if epochs is None else epochs
     return Config(
         recipe="demo",
         data=DataConfig("shapes"),
-        views=ViewsConfig(area=(0.2, 1.0)),
+        views=ViewsConfig(area=(0.25, 0.8), jitter=0.5, gray=0.0),
         model=ModelConfig(name=model, dim=96, depth=4, heads=3, drop_path=0.0),
-        method=MethodConfig("patchmix", {"num_mix": 3, "temperature": 0.2, "head_hidden": 512, "head_out": 128}),
-        optim=OptimConfig(base_lr=1.5e-3, warmup_epochs=epochs / 12, weight_decay=0.02, weight_decay_end=0.2),
-        train=TrainConfig(batch_size=256, epochs=epochs),
-        runtime=RuntimeConfig(workers=1, monitor_every=4.0, monitor_bank=4_000, monitor_queries=1_000),
+        method=MethodConfig(
+            "patchmix",
+            {"num_mix": 3, "temperature": 0.2, "momentum": 0.99, "head_hidden": 512, "head_out": 128},
+        ),
+        optim=OptimConfig(base_lr=4e-3, warmup_epochs=epochs / 12, weight_decay=0.02, weight_decay_end=0.2),
+        train=TrainConfig(batch_size=64, epochs=epochs),
+        runtime=RuntimeConfig(workers=0, monitor_every=1.0, monitor_bank=4_000, monitor_queries=1_000),
     )
 
 

@@ -76,7 +76,10 @@ def pretrain(
     out: str | Path,
     *,
     recipe: str = "paper",
+    config: str | Path | None = None,
     model: str | None = None,
+    method: str | None = None,
+    mix: str | None = None,
     epochs: float | None = None,
     budget: str | float | None = None,
     batch_size: int | None = None,
@@ -90,13 +93,17 @@ def pretrain(
 ) -> Run:
     """Pre-trains a ViT on `data` and leaves everything in the folder `out`; see docs/quickstart.md.
 
+    `config` is a config.yaml to start from instead of a recipe; `method` and `mix` choose what is trained (PatchMix);
     `settings` are overrides such as "optim.base_lr=1e-3"; `resume` is "auto" (continue `out` if it has a checkpoint)
     or a checkpoint's path; `init_from` takes encoder weights to start from.
     """
-    config = configure(
+    complete = configure(
         data,
         recipe=recipe,
+        config=config,
         model=model,
+        method=method,
+        mix=mix,
         epochs=epochs,
         budget=budget,
         batch_size=batch_size,
@@ -106,14 +113,17 @@ def pretrain(
         wandb=wandb,
         settings=settings,
     )
-    return run_config(config, Path(out), resume=resume, init_from=init_from)
+    return run_config(complete, Path(out), resume=resume, init_from=init_from)
 
 
 def configure(
     data: str | Path,
     *,
     recipe: str = "paper",
+    config: str | Path | None = None,
     model: str | None = None,
+    method: str | None = None,
+    mix: str | None = None,
     epochs: float | None = None,
     budget: str | float | None = None,
     batch_size: int | None = None,
@@ -123,23 +133,38 @@ def configure(
     wandb: str | None = None,
     settings: Sequence[str] = (),
 ) -> Config:
-    """The recipe with the common arguments, then the settings, applied."""
-    make = find_recipe(recipe)
-    config = make(epochs=epochs) if model is None else make(model, epochs=epochs)
+    """The recipe, or a config.yaml, with the common arguments and then the settings applied."""
+    if config is None:
+        make = find_recipe(recipe)
+        start = make(epochs=epochs) if model is None else make(model, epochs=epochs)
+    else:
+        if model is not None:
+            raise ValueError("--config says the model already; change it with --set model.name=…, or leave one out")
+        start = _read_config(Path(config))
+        if epochs is not None:
+            start = dataclasses.replace(start, train=dataclasses.replace(start.train, epochs=epochs))
 
     def given(**values: Any) -> dict[str, Any]:
         return {key: value for key, value in values.items() if value is not None}
 
     minutes = None if budget is None else parse_minutes(budget)
-    config = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, path=str(data)),
-        train=dataclasses.replace(config.train, **given(batch_size=batch_size, budget_minutes=minutes, seed=seed)),
-        runtime=dataclasses.replace(config.runtime, **given(workers=workers, device=device, wandb=wandb)),
+    start = dataclasses.replace(
+        start,
+        data=dataclasses.replace(start.data, path=str(data)),
+        train=dataclasses.replace(start.train, **given(batch_size=batch_size, budget_minutes=minutes, seed=seed)),
+        runtime=dataclasses.replace(start.runtime, **given(workers=workers, device=device, wandb=wandb)),
     )
-    config = override(config, settings)
-    config.check()
-    return config
+    chosen = [f"method.{key}={value}" for key, value in given(name=method, mix=mix).items()]
+    complete = override(start, [*chosen, *settings])
+    complete.check()
+    return complete
+
+
+def _read_config(path: Path) -> Config:
+    path = path / "config.yaml" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"there is no configuration {path}; give a config.yaml or a run's folder")
+    return from_yaml(path.read_text(encoding="utf-8"))
 
 
 def parse_minutes(text: str | float) -> float:

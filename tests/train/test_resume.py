@@ -113,5 +113,5 @@ def test_refusals(undisturbed: Path, tmp_path: Path) -> None:
     changed = start(undisturbed, "--workers", "0", "--resume", "auto", "--set", "optim.base_lr=0.5")
     output, _ = changed.communicate(timeout=60)
     assert changed.returncode == 2
-    assert "optim.base_lr: 0.0015 → 0.5" in output
+    assert "optim.base_lr: 0.004 → 0.5" in output
     assert "Traceback" not in output

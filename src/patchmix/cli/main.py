@@ -8,25 +8,35 @@ from typing import Any
 
 import tyro
 
-from patchmix.cli import judging, pictures, training, weights
+from patchmix.cli import detecting, judging, pictures, training, weights
 
 
 def show() -> None:
-    """Draw figures: mix, curves."""
+    """Draw figures: mix, curves, similarity, attention, neighbours, map."""
     _dispatch(SHOW, ["--help"], "patchmix show", "Draw figures.")
 
 
-SHOW: dict[str, Any] = {"mix": pictures.show_mix, "curves": pictures.show_curves}
+SHOW: dict[str, Any] = {
+    "mix": pictures.show_mix,
+    "curves": pictures.show_curves,
+    "similarity": pictures.show_similarity,
+    "attention": pictures.show_attention,
+    "neighbours": pictures.show_neighbours,
+    "map": pictures.show_map,
+}
 COMMANDS: dict[str, Any] = {
     "pretrain": training.pretrain,
     "knn": judging.knn,
     "linear": judging.linear,
     "finetune": judging.finetune,
+    "detect": detecting.detect,
     "embed": judging.embed,
     "compare": judging.compare,
     "import": weights.import_weights,
     "export": weights.export_weights,
     "show": show,
+    "report": pictures.report,
+    "flops": training.flops,
     "recipes": training.recipes,
     "demo": training.demo,
 }

@@ -12,7 +12,10 @@ def pretrain(
     /,
     out: Path,
     recipe: str = "paper",
+    config: File = None,
     model: Text = None,
+    method: Text = None,
+    mix: Text = None,
     epochs: Number = None,
     budget: Text = None,
     batch_size: Count = None,
@@ -30,7 +33,10 @@ def pretrain(
         data: A name (shapes, cifar10, cifar100, imagenet), a folder of images, or parquet.
         out: The run's folder.
         recipe: paper, official or demo; `patchmix recipes` lists them.
+        config: A config.yaml, or a run whose configuration to use, instead of a recipe.
         model: vit_{tiny,small,base}_patchP_S for any patch size P and image size S, or any timm ViT.
+        method: patchmix, mocov3, simclr, byol, swav, dino, ibot, sdmp or regioncl; by default what the recipe says.
+        mix: patchmix, mixup, cutmix, cutmix+mixup, resizemix or regionswap, for the methods that mix.
         epochs: Passes over the data; a shorter run keeps the recipe's proportion of warm-up.
         budget: Wall-clock time instead of epochs, such as 45min or 2h.
         batch_size: Images per optimiser step, over all processes.
@@ -47,7 +53,10 @@ def pretrain(
         data,
         out,
         recipe=recipe,
+        config=config,
         model=model,
+        method=method,
+        mix=mix,
         epochs=epochs,
         budget=budget,
         batch_size=batch_size,
@@ -78,3 +87,26 @@ def demo(out: File = None, budget: str = "3min") -> None:
     from patchmix.demo import default_folder, demo
 
     demo(out or default_folder(), budget=budget)
+
+
+def flops(
+    method: Text = None,
+    model: Text = None,
+    batch: int = 2,
+    image_size: Count = None,
+    local_crops: Count = None,
+    local_size: Count = None,
+) -> None:
+    """Print parameters and FLOPs of one training iteration, beside the paper's.
+
+    Args:
+        method: As for pretrain; by default all.
+        model: vit_{tiny,small,base}_patchP_S; by default the paper's for CIFAR.
+        batch: Images in the iteration; the paper's table has 2.
+        image_size: Other than the model's.
+        local_crops: Small crops for multi-crop.
+        local_size: Their side.
+    """
+    from patchmix.study.flops import print_flops
+
+    print_flops(method, model, batch=batch, image_size=image_size, local_crops=local_crops, local_size=local_size)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from patchmix import distributed
 from patchmix.losses import Contrasts, place, smooth
 from patchmix.methods.method import Method, check_unit_interval
-from patchmix.mixing import CutMix, Mix, Mixup, OneOf, PatchMix, RegionSwap, ResizeMix, overlap
+from patchmix.mixing import create_mix, overlap
 from patchmix.nn.heads import mlp_head
 from patchmix.nn.momentum import MomentumCopy
 from patchmix.nn.passes import project
@@ -58,7 +58,7 @@ class PatchMixMethod(Method):
         self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
         self.predictor = mlp_head(2, head_out, head_hidden, head_out)
         self.momentum_copy = MomentumCopy(self._online()) if momentum_encoder else None
-        self.mix = _mix(mix, patch_size_of(encoder), num_mix, self.generator)
+        self.mix = create_mix(mix, patch_size=patch_size_of(encoder), num_mix=num_mix, generator=self.generator)
         self.temperature = temperature
         self.weights = weights
         self.normalize_mix_to_mix = normalize_mix_to_mix
@@ -129,16 +129,3 @@ class PatchMixMethod(Method):
 
     def _online(self) -> nn.ModuleList:
         return nn.ModuleList([self.encoder, self.projector])
-
-
-def _mix(name: str, patch_size: int, num_mix: int | Sequence[int], generator: torch.Generator) -> Mix:
-    """A mix of Table "mix"."""
-    mixes: dict[str, Mix] = {
-        "patchmix": PatchMix(patch_size, num_mix, generator),
-        "mixup": Mixup(generator=generator),
-        "cutmix": CutMix(generator=generator),
-        "resizemix": ResizeMix(generator=generator),
-        "regionswap": RegionSwap(patch_size, generator=generator),
-    }
-    mixes["cutmix+mixup"] = OneOf([mixes["cutmix"], mixes["mixup"]], generator)
-    return mixes[name]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 
 from rich.console import Console
 from rich.table import Table
 
 from patchmix.config import Config
 from patchmix.recipes import PAPER_ROWS, RECIPES
-from patchmix.study.flops import Sizes, patchmix_flops
-
-DIMS = {"tiny": 192, "small": 384, "base": 768}
+from patchmix.study.flops import method_flops, sizes_of
 
 
 def print_recipes(console: Console | None = None) -> None:
@@ -35,7 +33,7 @@ def print_recipes(console: Console | None = None) -> None:
     for name in ("paper", "official"):
         for row in PAPER_ROWS:
             config = RECIPES[name](row.model, epochs=float(row.epochs))
-            each = step_flops_per_image(config)
+            each = step_flops_per_image(config) or 0
             total = each * row.images * row.epochs
             reported = (row.knn, row.linear, row.finetune) if name == "paper" else (None, None, None)
             table.add_row(
@@ -51,7 +49,7 @@ def print_recipes(console: Console | None = None) -> None:
             )
         table.add_section()
     config = RECIPES["demo"]()
-    each = step_flops_per_image(config)
+    each = step_flops_per_image(config) or 0
     table.add_row(
         "demo",
         "shapes",
@@ -71,19 +69,25 @@ def print_recipes(console: Console | None = None) -> None:
         console.print(f"[bold]{name}[/bold]: {summary}", soft_wrap=True)
 
 
-def step_flops_per_image(config: Config) -> int:
-    """FLOPs of a PatchMix training step per image, with attention, forward and backward."""
-    size, patch, pixels = re.fullmatch(r"vit_(tiny|small|base)_patch(\d+)_(\d+)", config.model.name).groups()  # type: ignore[union-attr]
-    options = config.method.options
-    return patchmix_flops(
-        Sizes(
-            image_size=config.model.image_size or int(pixels),
-            patch_size=config.model.patch_size or int(patch),
-            dim=config.model.dim or DIMS[size],
-            depth=config.model.depth or 12,
-            head_hidden=options.get("head_hidden", 4096),
-            head_out=options.get("head_out", 256),
-        ),
+def step_flops_per_image(config: Config) -> int | None:
+    """FLOPs of a training step per image, with attention, forward and backward; None where no closed form is known."""
+    model, views, options = config.model, config.views, config.method.options
+    try:
+        sizes = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
+    except ValueError:
+        return None
+    sizes = dataclasses.replace(
+        sizes,
+        dim=model.dim or sizes.dim,
+        depth=model.depth or sizes.depth,
+        head_hidden=options.get("head_hidden", sizes.head_hidden),
+        head_out=options.get("head_out", sizes.head_out),
+    )
+    return method_flops(
+        config.method.name,
+        sizes,
         batch=1,
         attention=True,
+        local_crops=views.local_crops,
+        local_size=views.local_size,
     )
