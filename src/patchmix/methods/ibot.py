@@ -87,12 +87,14 @@ class IBOT(Method):
         s_masked = self.head(patches[mask])  # (masked, K)
         with torch.no_grad():
             f, g = self.momentum_copy.network
-            t, t_patch = (g(x).float() for x in all_tokens(f, both))
+            assert isinstance(g, PrototypeHead)
+            whole, whole_patches = all_tokens(f, both)
+            t, z_patch = g(whole).float(), g.embed(whole_patches)
             p = torch.softmax((t - self.centre.value) / self.scalars["teacher_temperature"], dim=-1)
-            centred = t_patch[mask] - self.centre_patch.value
+            centred = g.scores(z_patch[mask]).float() - self.centre_patch.value
             p_masked = torch.softmax(centred / self.scalars["teacher_patch_temperature"], dim=-1)
             self.centre.observe(t)
-            self.centre_patch.observe(t_patch)
+            self.centre_patch.observe(g.scores(z_patch.float().mean(dim=(0, 1), keepdim=True)))  # scores are linear
 
         pairs = [(s[j], p[i * n : (i + 1) * n]) for i in (0, 1) for j in range(len(s)) if j != i]
         cls = torch.stack([cross_entropy(x, y, self.student_temperature).mean() for x, y in pairs]).mean()  # Eq. 2

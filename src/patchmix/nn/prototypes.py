@@ -32,12 +32,20 @@ class PrototypeHead(nn.Module):
         self.frozen = False
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.scores(self.embed(x))
+
+    def embed(self, x: Tensor) -> Tensor:
+        """(…, D) → (…, bottleneck), of unit length."""
+        return F.normalize(self.mlp(x), dim=-1)
+
+    def scores(self, z: Tensor) -> Tensor:
+        """(…, bottleneck) → (…, K); linear in z."""
         weight = F.normalize(self.prototypes, dim=1)
         if self.lengths is not None:
             weight = weight * self.lengths.unsqueeze(1)
         if self.frozen:
             weight = weight.detach() + 0.0 * weight
-        return F.linear(F.normalize(self.mlp(x), dim=-1), weight)
+        return F.linear(z, weight)
 
 
 class Centre(nn.Module):

@@ -123,7 +123,8 @@ def iteration(method: str, sizes: Sizes) -> Iteration:
     byol = mlp_flops(d, 4096, 256)
     distil = mlp_flops(d, 2048, 2048, 256, 65536)
     token = mlp_flops(d, 2048, 2048, 256, 8192)
-    masked = 2 * round(0.5 * 0.3 * sizes.patches) * token  # half of the views, three tenths of their patches
+    masked = 2 * round(0.5 * 0.3 * sizes.patches)  # half of the views, three tenths of their patches
+    embedded = 2 * sizes.patches * mlp_flops(d, 2048, 2048, 256) + masked * mlp_flops(256, 8192)
     known = {
         "patchmix": Iteration(2, 3, 2, query, project),
         "mocov3": Iteration(2, 2, 1, query, project),
@@ -133,7 +134,7 @@ def iteration(method: str, sizes: Sizes) -> Iteration:
         "byol": Iteration(2, 2, 1, byol + mlp_flops(256, 4096, 256), byol),
         "swav": Iteration(2, 0, 1, mlp_flops(d, 2048, 128, 3000), 0),
         "dino": Iteration(2, 2, 1, distil, distil),
-        "ibot": Iteration(2, 2, 1, token, token, extra_online=masked, extra_momentum=2 * sizes.patches * token),
+        "ibot": Iteration(2, 2, 1, token, token, extra_online=masked * token, extra_momentum=embedded),
     }
     if method not in known:
         raise ValueError(f"method is {method!r}; FLOPs are known for {', '.join(known)}")
