@@ -15,7 +15,7 @@ from patchmix.report.neighbours import flatten_to_map
 from patchmix.report.page.embedding import nearest_by_codes, pack_vectors, quantise
 from patchmix.report.pictures import show_map, show_neighbours, show_similarity
 from patchmix.report.shown import open_shown, view
-from patchmix.report.similarity import choose_keys, cosine, nearest, normalised
+from patchmix.report.similarity import choose_keys, cosine, describe_keys, nearest, normalised, similarity_figure
 
 
 def knn_ranking(vectors: torch.Tensor, k: int) -> torch.Tensor:
@@ -80,6 +80,20 @@ def test_keys_are_of_the_same_a_related_and_other_classes() -> None:
     with pytest.raises(ValueError, match="related class 0"):
         choose_keys(0, labels, [vectors], related=0)
     assert set(choose_keys(3, None, [vectors]).kinds) == {"key"}
+
+
+def test_bars_of_each_run_stand_beside_the_keys() -> None:
+    a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
+    pictures = {i: np.zeros((8, 8, 3), np.uint8) for i in range(4)}
+    comparison = describe_keys(0, [1, 2, 3], torch.tensor([0, 0, 1, 1]))
+    figure = similarity_figure([comparison], pictures, [("first", a), ("second", a.flip(1) + 1)])
+    panels = [axis for axis in figure.axes if axis.get_title() in ("first", "second")]
+    heights = [[bar.get_height() for bar in axis.patches] for axis in panels]
+    assert heights[0] == pytest.approx([1.0, math.exp(-0.2 / 0.07), math.exp(-1 / 0.07)])
+    assert heights[1][0] == pytest.approx(1.0) and heights[1][1] > heights[0][1]
+    assert comparison.kinds == ("same class", "another class", "another class")
+    colors = [bar.get_facecolor() for bar in panels[0].patches]
+    assert colors[0] != colors[1] == colors[2]
 
 
 def test_pca_is_the_projection_on_the_first_two_axes() -> None:

@@ -134,8 +134,9 @@ def similarity_figure(
                 chosen = vectors[list(comparison.keys)]
                 heights = normalised(cosine(vectors[[comparison.query]], chosen)[0], temperature)
                 colors = [KIND_COLORS[kind] for kind in comparison.kinds]
-                axis.bar(range(1, len(heights) + 1), heights.numpy(), color=colors)
-                axis.set(ylim=(0, 1), title=short(name, 26) if row == 0 else "", xticks=range(1, len(heights) + 1))
+                bars = axis.bar(range(1, len(heights) + 1), heights.numpy(), color=colors)
+                axis.bar_label(bars, fmt="%.2f", fontsize=5, padding=1)
+                axis.set(ylim=(0, 1.05), title=short(name, 26) if row == 0 else "", xticks=range(1, len(heights) + 1))
                 axis.tick_params(labelsize=7)
                 axis.set_xlabel("key" if row == len(comparisons) - 1 else "", fontsize=7)
         present = {kind for comparison in comparisons for kind in comparison.kinds}

@@ -13,7 +13,7 @@ export function startExplorer(root, data) {
 
   // ------------------------------------------------------------------------------------------------ the grid
   const buttons = data.keys.map((_, i) => make("button", {
-    type: "button", tabindex: i ? -1 : 0, "aria-pressed": "false", "aria-label": title(i), title: title(i), "data-image": i, onclick: () => choose(i),
+    type: "button", tabindex: -1, "aria-pressed": "false", "aria-label": title(i), title: title(i), "data-image": i, onclick: () => choose(i),
   }, image(i)));
   const grid = make("div", { class: "thumbs", role: "group", "aria-label": "Images; arrow keys move, Enter chooses", onkeydown: (event) => walk(event) }, ...buttons);
   const found = make("p", { class: "note", role: "status" });
@@ -89,7 +89,7 @@ export function startExplorer(root, data) {
     }, image(place), make("span", {}, `${data.labels ? (same(place) ? "✓ " : "✗ ") : ""}${cosine.toFixed(3)}`), make("span", {}, className(place)))));
     const charts = [make("div", {}, make("h4", { title: `exp(s/τ′)/exp(1/τ′), τ′ = ${data.temperature}` }, "normalised similarity"), bars(neighbours, same))];
     if (data.labels) charts.push(make("div", {}, make("h4", {}, `classes of the ${neighbours.length}`), histogram(neighbours)));
-    charts.push(make("div", {}, make("h4", {}, data.labels ? "map: ○ neighbours, blue: its class" : "map: ○ neighbours"), atlas(run, neighbours)));
+    charts.push(make("div", {}, make("h4", {}, data.labels ? "map (blue: its class)" : "map"), atlas(run, neighbours)));
     return make("section", { class: "result", "data-run": run, "aria-label": `Neighbours by ${data.runs[run].name}` },
       make("h3", {}, make("span", { class: `swatch fill-${run % 8}` }), data.runs[run].name),
       make("ol", { class: "neighbours" }, ...tiles), make("div", { class: "charts" }, ...charts));

@@ -120,7 +120,7 @@ def cost(records: Sequence[Record]) -> Markup:
             [
                 record.name,
                 "–" if parameters is None else f"{parameters / 1e6:.1f} M",
-                f"{steps:,}",
+                f"{steps:,}" if steps else "–",
                 f"{images:,}" if images else "–",
                 _duration(seconds),
                 _number(speed),
