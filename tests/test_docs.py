@@ -22,6 +22,7 @@ import torch
 from patchmix.cli import main
 from patchmix.data.sources import open_source
 from patchmix.interop.encoder_file import EncoderFile
+from tests.evaluate.detection.conftest import write_split
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,6 +70,9 @@ def prepare(words: list[str], template: Path) -> None:
     for name in ("photos", "labelled", "checkpoint.pth"):
         if not Path(name).exists():
             (shutil.copytree if (template / name).is_dir() else shutil.copy)(template / name, name)
+    if "coco" in words and not Path("coco").exists():
+        for split in ("train2017", "val2017"):
+            write_split(Path("coco"), split, 4)
     verb = words[0]
     if verb not in ("pretrain", "import"):
         outs = {words[i + 1] for i, word in enumerate(words[:-1]) if word == "--out"}
@@ -95,6 +99,9 @@ def shortened(words: list[str]) -> list[str]:
     elif verb in ("linear", "finetune"):
         small += [] if "--epochs" in small else ["--epochs", "1"]
         small += [] if "--workers" in small else ["--workers", "0"]
+    elif verb == "detect" and not {"--eval-only", "--predict"} & set(small):
+        small += ["--epochs", "1", "--batch-size", "2", "--image-size", "64", "--pictures", "1"]
+        small += ["--set", "channels=16", "--set", "head_dim=32", "--set", "window=0", "--pyramid", "simple"]
     elif verb == "demo":
         small += ["--budget", "1s"]
     return small

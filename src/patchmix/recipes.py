@@ -96,11 +96,19 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
     return Config(
         recipe="demo",
         data=DataConfig("shapes"),
-        views=ViewsConfig(area=(0.25, 0.8), jitter=0.5, gray=0.0),
+        views=ViewsConfig(area=(0.15, 0.7), jitter=0.5, hue=0.3, gray=0.0),
         model=ModelConfig(name=model, dim=96, depth=4, heads=3, drop_path=0.0),
         method=MethodConfig(
             "patchmix",
-            {"num_mix": 3, "temperature": 0.2, "momentum": 0.99, "head_hidden": 512, "head_out": 128},
+            {
+                "num_mix": 3,
+                "temperature": 0.2,
+                "weights": (1.0, 0.5, 0.5),  # as the authors' code: in so short a run origin-to-origin leads
+                "normalize_mix_to_mix": True,
+                "momentum": 0.99,
+                "head_hidden": 512,
+                "head_out": 128,
+            },
         ),
         optim=OptimConfig(base_lr=4e-3, warmup_epochs=epochs / 12, weight_decay=0.02, weight_decay_end=0.2),
         train=TrainConfig(batch_size=64, epochs=epochs),
