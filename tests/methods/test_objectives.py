@@ -226,13 +226,12 @@ def test_ibot(local: int) -> None:
     assert out["cls"].item() == near(cls_loss)
     assert out["mim"].item() == near(mim)
     assert out["loss"].item() == near(0.7 * cls_loss + 1.3 * mim)
-    method.after_step(1.0)
-    everything = torch.cat([g(all_tokens(f, each)[1]).flatten(0, 1) for each in x[:2]])
-    moved = method.centre_patch.value
-    method.centre_patch.value = torch.zeros_like(moved)
-    method.centre_patch.observe(everything)
-    method.centre_patch.update()
-    torch.testing.assert_close(method.centre_patch.value, 0.1 * everything.mean(dim=0), atol=1e-6, rtol=1e-4)
+
+    centres = [(c, c.value.clone()) for c in (method.centre, method.centre_patch)]
+    method.after_step(1.0)  # μ = 1: the teacher stays, the centres move
+    everything = [g(torch.cat([all_tokens(f, each)[part].flatten(0, -2) for each in x[:2]])) for part in (0, 1)]
+    for (centre, before), outputs in zip(centres, everything, strict=True):
+        torch.testing.assert_close(centre.value, 0.9 * before + 0.1 * outputs.mean(dim=0), atol=1e-6, rtol=1e-4)
 
 
 def test_tokens_are_those_of_the_encoder_and_masked_patches_cannot_be_seen() -> None:
