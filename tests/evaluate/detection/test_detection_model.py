@@ -230,7 +230,7 @@ def test_a_file_comes_back_as_it_was(encoder_file: EncoderFile, tmp_path: Path) 
     file = detector_file(encoder_file)
     file.save(tmp_path / "d.safetensors")
     back = load_detector(tmp_path / "d.safetensors")
-    assert back.header() == file.header()
+    assert dataclasses.replace(back, weights={}) == dataclasses.replace(file, weights={})
     assert back.digest() == file.digest()
     with torch.no_grad():
         images = torch.randn(1, 3, 64, 64)

@@ -72,8 +72,7 @@ def detect_all(
     gathered = [json.loads(line) for line in gather_text("\n".join(lines), device).splitlines() if line]
     if failed := [row["error"] for row in gathered if "error" in row]:
         raise ValueError(f"{min(failed)}; evaluation needs every image of {source.name}")
-    assert sorted(row["index"] for row in gathered) == list(range(len(source))), "an image was lost or seen twice"
-    gathered.sort(key=lambda row: row["index"])
+    assert [row["index"] for row in gathered] == list(range(len(source))), "an image was lost or seen twice"
     return [entry for row in gathered for entry in row["entries"]]
 
 
