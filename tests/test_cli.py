@@ -49,7 +49,7 @@ TINY = [
         (["shapes", "--out", "OUT", "--set", "optim.lr=1"], "unknown key in optim: 'lr'"),
         (["shapes", "--out", "OUT", "--set", "method.tau=1"], "unknown option of method patchmix"),
         (["shapes", "--out", "OUT", "--budget", "soon"], "write it as 45min"),
-        (["shapes:100", "--out", "OUT", "--recipe", "demo"], "fewer than the batch size"),
+        (["shapes:40", "--out", "OUT", "--recipe", "demo"], "fewer than the batch size"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--resume", "OUT/none.pt"], "there is no checkpoint"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--init-from", "OUT/none"], "does not exist"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--device", "cuda"], "torch sees no GPU"),
@@ -127,3 +127,80 @@ def test_help_needs_no_torch() -> None:
 def test_python_m_patchmix() -> None:
     result = subprocess.run([sys.executable, "-m", "patchmix", "--help"], capture_output=True, text=True, check=True)
     assert "pretrain" in result.stdout
+
+
+def test_a_run_is_repeated_from_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    main(["pretrain", "shapes:64", "--out", str(tmp_path / "a"), "--epochs", "1", *TINY, "--mix", "cutmix"])
+    main(["pretrain", "shapes:64", "--out", str(tmp_path / "b"), "--config", str(tmp_path / "a")])
+    left, right = (load_file(tmp_path / name / "encoder.safetensors") for name in "ab")
+    assert all(torch.equal(left[key], right[key]) for key in left)
+    assert "mix: cutmix" in (tmp_path / "b" / "config.yaml").read_text()
+    capsys.readouterr()
+    error = fails(capsys, "pretrain", "shapes:64", "--out", tmp_path / "c", "--config", tmp_path / "none.yaml")
+    assert "there is no configuration" in error
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "run"
+    main(["pretrain", "shapes:64", "--out", str(out), "--epochs", "1", *TINY])
+    return out
+
+
+def test_judge_embed_export_compare(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+    import pyarrow.parquet as pq
+
+    from patchmix.evaluate.results import read_results
+
+    run, set_up = str(tiny_run), ["--data", "shapes:80", "--device", "cpu"]
+    main(["knn", run, *set_up, "--k", "5", "10"])
+    main(["linear", run, *set_up, "--protocol", "fast", "--epochs", "1"])
+    assert [result.protocol for result in read_results(tiny_run)] == ["knn", "linear-fast"]
+    assert read_results(tiny_run)[0].settings["k"] == 5
+    capsys.readouterr()
+    main(["compare", run])
+    assert "run" in capsys.readouterr().out
+
+    for name in ("e.parquet", "e.npy"):
+        main(["embed", run, "--data", "shapes:80", "--out", str(tmp_path / name), "--device", "cpu"])
+    table = pq.read_table(tmp_path / "e.parquet")
+    assert table.column_names == ["path", "label", "vector"]
+    vectors = np.load(tmp_path / "e.npy")
+    np.testing.assert_array_equal(np.array(table["vector"].to_pylist(), np.float32), vectors)
+    assert vectors.shape == (80, 24)
+    assert (tmp_path / "e.csv").read_text().splitlines()[1] == "shapes-train#0,0"
+    assert ".parquet or .npy" in fails(capsys, "embed", run, "--data", "shapes:80", "--out", tmp_path / "e.txt")
+
+
+@pytest.mark.parametrize("verb", ["knn", "import", "export", "finetune"])
+@pytest.mark.parametrize("kind", ["text", "truncated", "pickle", "nan", "missing", "resnet"])
+def test_hostile_checkpoints(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, kind: str
+) -> None:
+    import pickle
+
+    import torch
+    from safetensors.torch import load_file
+
+    path = tmp_path / "bad.pth"
+    weights = load_file(tiny_run / "encoder.safetensors")
+    if kind == "text":
+        path.write_text("these are not weights")
+    elif kind == "truncated":
+        torch.save(weights, path)
+        path.write_bytes(path.read_bytes()[:3000])
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(print))
+    elif kind == "nan":
+        torch.save(weights | {"norm.weight": torch.full_like(weights["norm.weight"], float("nan"))}, path)
+    elif kind == "resnet":
+        torch.save({"conv1.weight": torch.zeros(4, 3, 7, 7), "layer1.0.conv1.weight": torch.zeros(4, 4, 3, 3)}, path)
+    more = {"knn": ["--data", "shapes:80"], "finetune": ["--data", "shapes:80"]}
+    out = ["--out", tmp_path / "out"]
+    error = fails(capsys, verb, path, *more.get(verb, []), *out)
+    assert "bad.pth" in error
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").rglob("*.safetensors"))

@@ -8,10 +8,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from timm.models.vision_transformer import VisionTransformer
 
 from patchmix import build
 from patchmix.config import Config
 from patchmix.data.sources import open_source
+from patchmix.evaluate.knn import HEADLINE_K, evaluate_knn
+from patchmix.evaluate.results import wilson
+from patchmix.interop.encoder_file import Architecture, EncoderFile
 from patchmix.report.figures import curves_figure, mix_figure, targets_figure
 from patchmix.report.style import save
 from patchmix.run import configure, run_config
@@ -20,33 +24,38 @@ from patchmix.train.log import read_metrics
 
 
 def demo(out: Path, *, budget: str = "3min") -> Path:
-    """Pre-trains on `shapes`, compares kNN with raw pixels and a random encoder, writes pictures to OUT/figures."""
+    """Pre-trains on `shapes`, compares kNN with raw pixels and with the same network untrained, draws and reports."""
     config = configure("shapes", recipe="demo", budget=budget)
     run = run_config(config, out)
-    rows = read_metrics(run.path / "metrics.jsonl")
-    values = [row["knn"] for row in rows if row["kind"] == "monitor"]
-    pixels = build.raw_pixel_knn(
-        open_source("shapes", "train"),
-        open_source("shapes", "test"),
-        bank=config.runtime.monitor_bank,
-        asked=config.runtime.monitor_queries,
-    )
+    trained = run.knn("shapes")
+    untrained = evaluate_knn(_untrained(config), "shapes", cache=False)
+    train, test = open_source("shapes", "train"), open_source("shapes", "test")
+    pixels = build.raw_pixel_knn(train, test, bank=len(train), asked=len(test))
     console = Console()
-    table = Table(title="kNN accuracy on shapes, ten classes (k = 20)")
+    table = Table(title=f"kNN accuracy on {len(test):,} test images of shapes, ten classes (k = {HEADLINE_K})")
     table.add_column("features")
     table.add_column("accuracy", justify="right")
+    table.add_column("95 % interval", justify="right")
     for name, value in (
-        ("chance", 0.1),
         ("raw pixels", pixels),
-        ("random encoder", values[0]),
-        ("trained encoder", values[-1]),
+        ("untrained encoder", untrained.top1),
+        ("trained encoder", trained.top1),
     ):
-        table.add_row(name, f"{100 * value:.1f} %", style="bold" if name == "trained encoder" else None)
+        low, high = wilson(value, len(test))
+        style = "bold" if name == "trained encoder" else None
+        table.add_row(name, f"{100 * value:.1f} %", f"{100 * low:.1f} … {100 * high:.1f}", style=style)
     console.print(table)
-    for path in write_figures(run.path, config, references={"raw pixels": pixels, "random encoder": values[0]}):
+    for path in write_figures(run.path, config, {"raw pixels": pixels, "untrained encoder": untrained.top1}):
         console.print(f"wrote {path}", soft_wrap=True)
     report_runs([run.path], images=600)
     return run.path
+
+
+def _untrained(config: Config) -> EncoderFile:
+    """The encoder as the run began with it."""
+    encoder = build.build_method(config).encoder
+    assert isinstance(encoder, VisionTransformer)
+    return EncoderFile(Architecture.of(config.model.name, encoder), dict(encoder.state_dict()))
 
 
 def write_figures(folder: Path, config: Config, references: dict[str, float]) -> list[Path]:

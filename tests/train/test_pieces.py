@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -166,3 +168,31 @@ def test_collapse_warning() -> None:
     assert collapse_warning({"rank": 40.0, "mean_cosine": 0.3}) is None
     assert "rank 1.1" in str(collapse_warning({"rank": 1.1, "mean_cosine": 0.3}))
     assert "mean cosine 0.999" in str(collapse_warning({"rank": 30.0, "mean_cosine": 0.999}))
+
+
+def test_wandb_is_told_everything_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[dict, int]] = []
+
+    class Session:
+        def log(self, values: dict, step: int) -> None:
+            told.append((values, step))
+
+        def finish(self) -> None:
+            told.append(({}, -1))
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **arguments: Session()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = RunLog(tmp_path)
+    log.use_wandb("project", {"a": 1})
+    log.record("train", 3, {"loss": 1.5})
+    log.close()
+    assert told == [({"train/loss": 1.5}, 3), ({}, -1)]
+
+
+def test_without_wandb_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    log = RunLog(tmp_path)
+    with pytest.raises(ValueError, match=r"pip install 'patchmix-ssl\[wandb\]'"):
+        log.use_wandb("project", {})
+    log.close()
