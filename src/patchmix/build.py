@@ -18,7 +18,7 @@ from patchmix.data.loader import Batch, Loader
 from patchmix.data.memory import check_decodable
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CentreCrop, View, Views, to_float
-from patchmix.evaluate.features import Subset, extract
+from patchmix.evaluate.features import Subset, as_channels, extract
 from patchmix.evaluate.knn import HEADLINE_K, accuracy, knn_predict
 from patchmix.methods.byol import BYOL
 from patchmix.methods.dino import DINO
@@ -155,11 +155,6 @@ def build_prepare(views: ViewsConfig, in_chans: int) -> Callable[[Batch], list[T
     return prepare
 
 
-def as_channels(images: Tensor, in_chans: int) -> Tensor:
-    """(N, 3, H, W) → (N, in_chans, H, W); one channel is the mean of the normalised three."""
-    return images if in_chans == 3 else images.mean(dim=1, keepdim=True)
-
-
 def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Plan:
     train, optim = config.train, config.optim
     by_steps = train.budget_minutes is None
@@ -198,7 +193,7 @@ def build_evaluators(config: Config, source: Source, image_size: int, device: to
 
     def features(encoder: nn.Module, subset: Subset) -> tuple[Tensor, Tensor | None]:
         found = extract(
-            GreyEncoder(encoder) if config.model.in_chans == 1 else encoder,
+            encoder,
             subset,
             image_size=image_size,
             mean=config.views.mean,
@@ -224,18 +219,6 @@ def build_evaluators(config: Config, source: Source, image_size: int, device: to
         yield "knn", accuracy(predicted, truth)
 
     return [evaluate]
-
-
-class GreyEncoder(nn.Module):
-    """An encoder of one channel behind three-channel images."""
-
-    def __init__(self, encoder: nn.Module) -> None:
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.encoder(as_channels(images, 1))
-        return features
 
 
 def raw_pixel_knn(source: Source, queries: Source, *, bank: int, asked: int, k: int = HEADLINE_K) -> float:
