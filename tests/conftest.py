@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+torch.set_num_threads(1)  # sums then have one order, and small products are quicker
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
