@@ -23,6 +23,7 @@ SHOWN: dict[str, str] = {
     "linear": "linear (paper's protocol)",
     "linear-fast": "linear (fast: sweep on stored features)",
     "finetune": "fine-tune",
+    "detect": "detection (box / mask AP)",
 }
 
 
@@ -51,6 +52,21 @@ class Result:
     @property
     def top1(self) -> float:
         return self.metrics["top1"]
+
+    @property
+    def headline(self) -> str:
+        """What a table shows: top-1 in %, or box and mask AP of a detector."""
+        if "top1" in self.metrics:
+            return f"{100 * self.top1:.2f}"
+        return " / ".join(f"{100 * self.metrics[name]:.1f}" for name in ("box_ap", "mask_ap") if name in self.metrics)
+
+    @property
+    def headline_interval(self) -> str | None:
+        """The 95 % interval of top-1 in %; AP has none."""
+        if "top1" not in self.metrics:
+            return None
+        low, high = self.interval()
+        return f"{100 * low:.1f} … {100 * high:.1f}"
 
     def interval(self, metric: str = "top1") -> tuple[float, float]:
         """The 95 % interval of an accuracy, for the chance of having drawn these test images."""

@@ -13,7 +13,13 @@ from patchmix.config import Config, differences, from_yaml
 from patchmix.evaluate.results import FILE, Result, read_results
 from patchmix.recipes import PAPER_ROWS, PaperRow, find_recipe
 
-PROTOCOLS = {"knn": "kNN", "linear": "linear", "linear-fast": "linear (fast)", "finetune": "fine-tune"}
+PROTOCOLS = {
+    "knn": "kNN",
+    "linear": "linear",
+    "linear-fast": "linear (fast)",
+    "finetune": "fine-tune",
+    "detect": "box / mask AP",
+}
 # What may differ from the recipe without making it another training.
 _FREE = ("data.", "train.seed:", "train.accumulate:", "train.precision:")
 
@@ -31,6 +37,7 @@ class Row:
     weights: str | None
     results: dict[str, Result] = field(default_factory=dict)  # by protocol, the latest of each
     paper: PaperRow | None = None
+    budget_minutes: float | None = None  # of a run that was given time instead of epochs
 
     def paper_accuracy(self, protocol: str) -> float | None:
         """What the paper reports, in 0…1, where its training and this one are the same."""
@@ -77,6 +84,7 @@ def _row(folder: Path, config: Config | None, data: str | None, weights: str | N
         weights=weights,
         results=results,
         paper=None if config is None or data is None else paper_row(config, data),
+        budget_minutes=None if config is None else config.train.budget_minutes,
     )
 
 
@@ -103,26 +111,32 @@ def _set_name(data: str) -> str:
 
 
 def print_comparison(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Top-1 in % with its 95 % interval below it, and the paper's number where there is one."""
+    """A column for each row: what it is, then top-1 in % with its 95 % interval, and the paper's number if any."""
     console = console or Console()
-    shown = [protocol for protocol in PROTOCOLS if any(protocol in row.results for row in rows)]
-    table = Table(caption="top-1 %, its 95 % interval, and the paper's number for the same training", show_lines=True)
-    for column in ("run", "recipe", "model", "trained on", "epochs", "judged on", "weights"):
-        table.add_column(column, overflow="fold")
-    for protocol in shown:
-        table.add_column(PROTOCOLS[protocol], justify="right", no_wrap=True)
+    table = Table(caption="top-1 % with its 95 % interval, AP % of detectors; the paper's number for the same training")
+    table.add_column("run", no_wrap=True)
     for row in rows:
-        described = (
-            row.run,
-            row.recipe,
-            row.model,
-            row.pretrained_on,
-            None if row.epochs is None else f"{row.epochs:g}",
-            row.data,
-            None if row.weights is None else row.weights[:8],
-        )
-        table.add_row(*(text or "–" for text in described), *(_cell(row, protocol) for protocol in shown))
+        table.add_column(row.run, justify="right", overflow="fold")
+    lines: dict[str, list[str | None]] = {
+        "model": [row.model for row in rows],
+        "recipe": [row.recipe for row in rows],
+        "trained on": [row.pretrained_on for row in rows],
+        "for": [_length(row) for row in rows],
+        "weights": [row.weights and row.weights[:8] for row in rows],
+        "judged on": [row.data for row in rows],
+    }
+    for name, cells in lines.items():
+        table.add_row(name, *(cell or "–" for cell in cells), end_section=name == "judged on")
+    for protocol, name in PROTOCOLS.items():
+        if any(protocol in row.results for row in rows):
+            table.add_row(name, *(_cell(row, protocol) for row in rows), end_section=True)
     console.print(table)
+
+
+def _length(row: Row) -> str | None:
+    if row.budget_minutes is not None:
+        return f"{row.budget_minutes:g} min"
+    return None if row.epochs is None else f"{row.epochs:g} epochs"
 
 
 def _cell(row: Row, protocol: str) -> str:
@@ -130,8 +144,7 @@ def _cell(row: Row, protocol: str) -> str:
     lines = ["–"]
     if protocol in row.results:
         result = row.results[protocol]
-        low, high = result.interval()
-        lines = [f"{100 * result.top1:.2f}", f"{100 * low:.1f} … {100 * high:.1f}"]
+        lines = [line for line in (result.headline, result.headline_interval) if line]
     if paper is not None:
         lines.append(f"paper {100 * paper:.1f}")
     return "\n".join(lines)

@@ -270,10 +270,10 @@ def print_flops(
     """
     console = console or Console()
     caption = "GFLOPs of one iteration; linear: the paper's way of counting; full: with attention and all heads"
-    table = Table(title=f"Cost of one iteration, batch {batch}", caption=caption)
-    columns = ["method", "model", "local crops", "M parameters", "paper", "linear", "difference", "full"]
+    table = Table(title=f"Cost of one iteration, batch {batch}", caption=caption, box=None, padding=(0, 2, 0, 0))
+    columns = ["method", "model", "crops", "M par.", "paper", "linear", "off by", "full"]
     for column in [*columns, "counted"] if build else columns:
-        table.add_column(column, justify="left" if column in ("method", "model") else "right")
+        table.add_column(column, justify="left" if column in ("method", "model") else "right", no_wrap=True)
     chosen = METHODS if method is None else (method,)
     models = MODELS if model is None else (model,)
     for row in flops_table(
@@ -282,11 +282,11 @@ def print_flops(
         cells = [
             row.method,
             row.model,
-            f"{row.local_crops} × {row.local_size} px" if row.local_crops else "–",
+            f"{row.local_crops}×{row.local_size}" if row.local_crops else "–",
             f"{row.parameters / 1e6:.1f}",
             "–" if row.paper is None else f"{row.paper / 1e9:.1f}",
             f"{row.linear / 1e9:.1f}",
-            "–" if row.difference is None else f"{100 * row.difference:+.2f} %",
+            "–" if row.difference is None else f"{100 * row.difference:+.2f}%",
             f"{row.full / 1e9:.1f}",
         ]
         if build:

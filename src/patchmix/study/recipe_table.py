@@ -8,65 +8,37 @@ from rich.console import Console
 from rich.table import Table
 
 from patchmix.config import Config
-from patchmix.recipes import PAPER_ROWS, RECIPES
+from patchmix.recipes import PAPER_ROWS, RECIPES, PaperRow
 from patchmix.study.flops import method_flops, sizes_of
 
 
 def print_recipes(console: Console | None = None) -> None:
     """Every recipe × row of the paper, with its cost and the paper's accuracy."""
     console = console or Console()
-    table = Table(title="Recipes", caption="EFLOPs: the whole training, attention's matrix products included")
-    for column in (
-        "recipe",
-        "data",
-        "model",
-        "epochs",
-        "batch",
-        "lr",
-        "GFLOPs / image",
-        "EFLOPs",
-        "paper: kNN",
-        "linear",
-        "tune",
-    ):
-        table.add_column(column, justify="left" if column in ("recipe", "data", "model") else "right")
-    for name in ("paper", "official"):
-        for row in PAPER_ROWS:
-            config = RECIPES[name](row.model, epochs=float(row.epochs))
-            each = step_flops_per_image(config) or 0
-            total = each * row.images * row.epochs
-            reported = (row.knn, row.linear, row.finetune) if name == "paper" else (None, None, None)
-            table.add_row(
-                name,
-                row.data,
-                row.model,
-                str(row.epochs),
-                str(config.train.batch_size),
-                f"{config.lr:.1e}",
-                f"{each / 1e9:.1f}",
-                f"{total / 1e18:,.0f}",
-                *("–" if value is None else f"{value:.1f}" for value in reported),
-            )
-        table.add_section()
-    config = RECIPES["demo"]()
-    each = step_flops_per_image(config) or 0
-    table.add_row(
-        "demo",
-        "shapes",
-        f"{config.model.name} (dim {config.model.dim}, depth {config.model.depth})",
-        f"{config.train.epochs:g}",
-        str(config.train.batch_size),
-        f"{config.lr:.1e}",
-        f"{each / 1e9:.2f}",
-        f"{each * 10_000 * config.train.epochs / 1e18:.4f}",
-        "–",
-        "–",
-        "–",
-    )
-    console.print(table)
     for name, recipe in RECIPES.items():
         summary = " ".join((recipe.__doc__ or "").split("\n\n")[0].split())
         console.print(f"[bold]{name}[/bold]: {summary}", soft_wrap=True)
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for column in ("data", "model", "epochs", "GF/image", "EFLOPs", "kNN", "linear", "tune"):
+            table.add_column(column, justify="left" if column in ("data", "model") else "right", no_wrap=True)
+        rows = PAPER_ROWS if name != "demo" else (PaperRow("shapes", 10_000, recipe().model.name, 12, 0, 0, 0),)
+        for row in rows:
+            each = step_flops_per_image(recipe(row.model, epochs=float(row.epochs))) or 0
+            reported = (row.knn, row.linear, row.finetune) if name == "paper" else ()
+            table.add_row(
+                row.data,
+                row.model,
+                str(row.epochs),
+                f"{each / 1e9:.1f}",
+                f"{each * row.images * row.epochs / 1e18:.3g}",
+                *(f"{value:.1f}" for value in reported),
+            )
+        console.print(table)
+    console.print(
+        "GF: 10⁹ FLOPs of training an image, forward and backward over all views, attention included; EFLOPs: 10¹⁸, "
+        "the whole training. kNN, linear and tune: accuracies in % that the paper reports.",
+        soft_wrap=True,
+    )
 
 
 def step_flops_per_image(config: Config) -> int | None:

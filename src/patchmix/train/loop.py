@@ -174,6 +174,7 @@ def train(
             # --------------------------------------------------------------------------------- monitor, checkpoint
             if _every(plan.monitor_every, step, loader.steps_per_epoch) and not done:
                 monitor()
+                meter.restart()  # it measures training
             due = _every(plan.checkpoint_epochs, step, loader.steps_per_epoch)
             late = _agree(time.monotonic() - last_saved > plan.checkpoint_minutes * 60, step, device)
             if (due or late) and not done:
@@ -240,9 +241,9 @@ class Meter:
     """Images per second, and the share of time spent waiting for data, since the last reading."""
 
     def __init__(self) -> None:
-        self._reset()
+        self.restart()
 
-    def _reset(self) -> None:
+    def restart(self) -> None:
         self._began, self._waited, self._images = time.perf_counter(), 0.0, 0
 
     @contextmanager
@@ -257,7 +258,7 @@ class Meter:
     def read(self) -> tuple[float, float]:
         elapsed = max(time.perf_counter() - self._began, 1e-9)
         reading = self._images / elapsed, self._waited / elapsed
-        self._reset()
+        self.restart()
         return reading
 
 

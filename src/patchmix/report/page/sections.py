@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from patchmix.evaluate.results import SHOWN
 from patchmix.report.page.document import Markup, element, join
-from patchmix.report.page.record import Record, interval, learnt, percent, verdict
+from patchmix.report.page.record import Record, learnt, percent, verdict
 
 
 def summary(records: Sequence[Record]) -> Markup:
@@ -86,8 +86,8 @@ def evaluations(records: Sequence[Record]) -> Markup:
                     record.name,
                     SHOWN.get(result.protocol, result.protocol),
                     result.data,
-                    f"{100 * result.top1:.2f}",
-                    interval(result),
+                    result.headline,
+                    result.headline_interval or "–",
                     "–" if paper is None else percent(paper),
                     f"{result.images:,}",
                     result.weights[:8],
@@ -101,7 +101,7 @@ def evaluations(records: Sequence[Record]) -> Markup:
                 rows.append([record.name, SHOWN.get(protocol, protocol), *empty, percent(value), "–", "–", "–"])
     if not rows:
         return element("p", "Not evaluated yet; `patchmix knn RUN --data DATA` adds a result here.", class_="note")
-    head = ["run", "protocol", "data", "top-1 %", "95 % interval", "paper %", "test images", "weights", "date"]
+    head = ["run", "protocol", "data", "top-1 or AP %", "95 % interval", "paper %", "test images", "weights", "date"]
     return table(head, rows, numbers=(3, 4, 5, 6))
 
 
