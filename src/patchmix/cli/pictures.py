@@ -46,7 +46,7 @@ def show_curves(
     runs: Runs,
     /,
     out: Path = Path("curves.png"),
-    axis: Literal["epochs", "images", "hours"] = "epochs",
+    axis: Literal["epochs", "images", "hours", "flops"] = "epochs",
     smoothing: float = 0.0,
 ) -> None:
     """Draw losses between floor and chance, kNN, rank, rates and speed of one or several runs.
@@ -58,8 +58,10 @@ def show_curves(
         smoothing: From 0 to 1.
     """
     from patchmix.report.pictures import show_curves
+    from patchmix.study.reporting import facts_of
 
-    show_curves(runs, out, axis=axis, smoothing=smoothing)
+    costs = [facts_of(run).flops_per_image or 0.0 for run in runs] if axis == "flops" else None
+    show_curves(runs, out, axis=axis, smoothing=smoothing, flops_per_image=costs)
 
 
 def show_similarity(
@@ -67,7 +69,7 @@ def show_similarity(
     /,
     data: str,
     out: Path = Path("similarity.png"),
-    query: tuple[int, ...] = (),
+    query: tuple[str, ...] = (),
     key: tuple[int, ...] = (),
     related: Count = None,
     queries: int = 3,
@@ -80,7 +82,7 @@ def show_similarity(
         runs: Run folders, encoder files or timm:NAME.
         data: Whose images are compared.
         out: A .png, .svg or .pdf.
-        query: Positions of images to ask about; by default some of different classes.
+        query: Paths or positions of images to ask about; by default some of different classes.
         key: Positions of images to compare with; by default one of the same class, two of a related one, and others.
         related: The number of the class that counts as related; by default the nearest.
         queries: How many, where none are named.
@@ -90,7 +92,7 @@ def show_similarity(
     from patchmix.report.pictures import show_similarity
 
     show_similarity(
-        runs, data, out, query=query or None, keys=key or None, related=related, queries=queries, images=images,
+        runs, data, out, query=_asked(query), keys=key or None, related=related, queries=queries, images=images,
         device=device,
     )  # fmt: skip
 
@@ -98,7 +100,8 @@ def show_similarity(
 def show_attention(
     runs: Runs,
     /,
-    data: str,
+    data: Text = None,
+    image: tuple[Path, ...] = (),
     out: Path = Path("attention.png"),
     block: int = -1,
     images: int = 3,
@@ -110,7 +113,8 @@ def show_attention(
 
     Args:
         runs: Run folders, encoder files or timm:NAME.
-        data: Whose images are shown; a folder with one picture will do.
+        data: Whose images are shown.
+        image: Image files instead of DATA.
         out: A .png, .svg or .pdf.
         block: 0 is the first, -1 the last.
         images: How many images of DATA.
@@ -120,8 +124,11 @@ def show_attention(
     """
     from patchmix.report.pictures import show_attention
 
+    if (data is None) == (not image):
+        raise ValueError("give either --data DATA or --image FILE …")
+    images = len(image) or images
     show_attention(
-        runs, data, out, block=block, images=images, positions=position or None, size=size, device=device
+        runs, data or image, out, block=block, images=images, positions=position or None, size=size, device=device
     )  # fmt: skip
 
 
@@ -130,7 +137,7 @@ def show_neighbours(
     /,
     data: str,
     out: Path = Path("neighbours.png"),
-    query: tuple[int, ...] = (),
+    query: tuple[str, ...] = (),
     queries: int = 5,
     k: int = 8,
     images: int = 2000,
@@ -142,7 +149,7 @@ def show_neighbours(
         runs: Run folders, encoder files or timm:NAME.
         data: Whose images are searched.
         out: A .png, .svg or .pdf.
-        query: Positions of images to ask about; by default some of different classes.
+        query: Paths or positions of images to ask about; by default some of different classes.
         queries: How many, where none are named.
         k: Neighbours of each.
         images: At most so many of DATA are read.
@@ -150,7 +157,7 @@ def show_neighbours(
     """
     from patchmix.report.pictures import show_neighbours
 
-    show_neighbours(runs, data, out, query=query or None, queries=queries, k=k, images=images, device=device)
+    show_neighbours(runs, data, out, query=_asked(query), queries=queries, k=k, images=images, device=device)
 
 
 def show_map(
@@ -201,3 +208,8 @@ def report(
     from patchmix.study.reporting import report_runs
 
     report_runs(runs, out, data=data, images=images, device=device, workers=workers)
+
+
+def _asked(query: tuple[str, ...]) -> list[int | str] | None:
+    """Numbers are positions, anything else is a path."""
+    return [int(one) if one.isdecimal() else one for one in query] or None

@@ -94,7 +94,7 @@ def show_similarity(
     data: str,
     out: Path,
     *,
-    query: int | Sequence[int] | None = None,
+    query: int | Sequence[int | str] | None = None,
     keys: Sequence[int] | None = None,
     related: int | None = None,
     queries: int = 3,
@@ -103,9 +103,10 @@ def show_similarity(
 ) -> list[Path]:
     """The paper's similarity figure: a query, keys, and bars of exp(s/0.07)/exp(1/0.07), a panel for each run.
 
-    query: positions among the images shown; None takes `queries` of different classes. keys: positions; None takes
-    one of the query's class (in the middle), two of a related class (beside it) and others. related: the related
-    class's number; None takes the one whose mean feature is nearest. images: at most so many of the set are read.
+    query: positions among the images shown, or paths of some of them; None takes `queries` of different classes.
+    keys: positions; None takes one of the query's class (in the middle), two of a related class (beside it) and
+    others. related: the related class's number; None takes the one whose mean feature is nearest. images: at most so
+    many of the set are read.
     """
     check_suffix(out)
     backbones = load_all(runs)
@@ -142,7 +143,7 @@ def similarity_of(
 
 def show_attention(
     runs: Sequence[Run],
-    data: str,
+    data: str | Sequence[Path],
     out: Path,
     *,
     block: int = -1,
@@ -153,8 +154,9 @@ def show_attention(
 ) -> list[Path]:
     """The class token's attention in a block, one map per head, raw and overlaid, runs below each other.
 
-    block: 0 is the first, -1 the last. images: how many of `data`, or `positions`: which. size: side of the input in
-    pixels, a multiple of the patch size; None takes each encoder's own. A larger one gives finer maps.
+    block: 0 is the first, -1 the last. data: a set, or a list of image files. images: how many, or `positions`:
+    which. size: side of the input in pixels, a multiple of the patch size; None takes each encoder's own. A larger
+    one gives finer maps.
     """
     check_suffix(out)
     backbones = load_all(runs)
@@ -196,7 +198,7 @@ def show_neighbours(
     data: str,
     out: Path,
     *,
-    query: int | Sequence[int] | None = None,
+    query: int | Sequence[int | str] | None = None,
     queries: int = 5,
     k: int = 8,
     images: int = 2000,
@@ -204,7 +206,8 @@ def show_neighbours(
 ) -> list[Path]:
     """The k nearest images of some queries, by cosine as in kNN, a row for each query and run.
 
-    query: positions among the images shown; None takes `queries` of different classes. images: at most so many.
+    query: positions among the images shown, or paths of some of them; None takes `queries` of different classes.
+    images: at most so many.
     """
     check_suffix(out)
     backbones = load_all(runs)
@@ -253,7 +256,7 @@ def show_map(
     return _say([save(figure, out)])
 
 
-def choose_queries(query: int | Sequence[int] | None, count: int, viewed: Viewed) -> list[int]:
+def choose_queries(query: int | Sequence[int | str] | None, count: int, viewed: Viewed) -> list[int]:
     """Rows of `viewed`: those asked for, or the first of each of `count` classes, or evenly spread ones."""
     if query is not None:
         return _rows([query] if isinstance(query, int) else query, viewed, "query")
@@ -263,13 +266,24 @@ def choose_queries(query: int | Sequence[int] | None, count: int, viewed: Viewed
     return [int((viewed.labels == classes[i]).nonzero()[0]) for i in spread(len(classes), count)]
 
 
-def _rows(positions: Sequence[int], viewed: Viewed, what: str) -> list[int]:
-    """Where images of the source stand among those that could be decoded."""
+def _rows(asked: Sequence[int | str], viewed: Viewed, what: str) -> list[int]:
+    """Where images of the source, given by position or path, stand among those that could be decoded."""
+    positions = [_position(one, viewed.source) if isinstance(one, str) else one for one in asked]
     check_positions(positions, viewed.source, what)
     for position in positions:
         if position not in viewed.positions:
             raise ValueError(f"{what} {position} can't be decoded; choose another")
     return [viewed.positions.index(position) for position in positions]
+
+
+def _position(path: str, source: Source) -> int:
+    """Which image of the source a path means: the one whose name below the root the path ends with."""
+    wanted = Path(path).as_posix()
+    for i in range(len(source)):
+        key = source.key(i)
+        if wanted == key or wanted.endswith(f"/{key}"):
+            return i
+    raise ValueError(f"{path} is not among the {len(source)} images read of {source.name}; take more, or another path")
 
 
 def _pictures(viewed: Viewed, rows: Sequence[int], size: int = DRAWN) -> dict[int, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from patchmix import distributed
 from patchmix.data.contract import Source, Split
-from patchmix.data.decode import DecodeError
+from patchmix.data.decode import DecodeError, Pixels, decode
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CentreCrop
 from patchmix.evaluate.features import Features, Subset, usual_resize
@@ -20,11 +21,40 @@ from patchmix.evaluate.stored import Reader
 from patchmix.interop.backbone import Backbone, load_backbone
 
 
-def open_shown(data: str | Path, limit: int | None = None) -> Source:
+class Pictures:
+    """Some image files as a source, without labels."""
+
+    name = "pictures"
+    labels = None
+    classes = None
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        missing = [file for file in files if not file.is_file()]
+        if missing:
+            raise ValueError(f"there is no image {missing[0]}; give image files")
+        self._files = list(files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def load(self, index: int) -> Pixels:
+        return decode(self._files[index].read_bytes(), self.key(index))
+
+    def key(self, index: int) -> str:
+        return str(self._files[index])
+
+    def fingerprint(self) -> str:
+        sizes = [f"{file.name} {file.stat().st_size}" for file in self._files]
+        return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:32]
+
+
+def open_shown(data: str | Path | Sequence[Path], limit: int | None = None) -> Source:
     """The test images of `data`, or the training images where there are no others; with labels where it has them.
 
-    limit: at most so many, spread evenly over the set.
+    data: what `pretrain` takes, or a list of image files. limit: at most so many, spread evenly over the set.
     """
+    if not isinstance(data, str | Path):
+        return Pictures(data)
     split: Split = "test" if has_split(data, "test") else "train"
     try:
         source = open_source(data, split, class_folders=True, cache_bytes=0, progress=False)
