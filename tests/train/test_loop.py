@@ -13,7 +13,7 @@ from patchmix.methods.method import Method
 from patchmix.schedules import Cosine, WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, read_metrics
-from patchmix.train.loop import Clock, NonFiniteLoss, Plan, train
+from patchmix.train.loop import Clock, NonFiniteLoss, Plan, seed_pass, train
 from patchmix.train.optimizer import build_optimizer
 
 
@@ -180,6 +180,33 @@ def test_a_budget_ends_on_time_with_the_schedule_completed(tmp_path: Path, monke
     assert rows[-1]["lr"] < 0.1 * max(r["lr"] for r in rows)
     progress = [r["progress"] for r in rows]
     assert progress == sorted(progress)
+
+
+def test_the_last_evaluation_ends_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeTime()
+    monkeypatch.setattr("patchmix.train.loop.time", clock)
+
+    class Slow(Numbers):
+        def batches(self, start_step: int = 0) -> Iterator[Batch]:
+            for batch in super().batches(start_step):
+                clock.now += 0.02
+                yield batch
+
+    def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+        clock.now += 0.3
+        yield "value", 1.0
+
+    run(Toy(), tmp_path, Slow(), budget_seconds=1.5, epochs=1000, evaluators=[evaluate])
+    assert 1.46 <= clock.now - 1000.0 <= 1.5 + 1e-6
+
+
+def test_every_pass_draws_its_own_numbers() -> None:
+    generator = torch.Generator()
+    drawn = set()
+    for seed, number in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
+        seed_pass(seed, number, generator)
+        drawn |= {torch.rand(()).item(), torch.rand((), generator=generator).item()}
+    assert len(drawn) == 10
 
 
 def test_a_budget_leaves_room_for_the_last_evaluation() -> None:
