@@ -10,6 +10,7 @@ from typing import Any
 
 import timm
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -162,7 +163,7 @@ def _save_state(state: dict[str, Tensor], out: Path, *, overwrite: bool) -> None
     def same(a: Path, b: Path) -> bool:
         try:
             left, right = load_file(a), load_file(b)
-        except Exception:  # whatever stands there, it is not this state dict
+        except (SafetensorError, OSError):  # whatever stands there, it is not this state dict
             return False
         return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
