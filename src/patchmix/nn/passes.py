@@ -8,6 +8,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from patchmix.nn.class_token import class_tokens
+
 
 def project(encoder: nn.Module, head: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
     """head(encoder(x)) of each batch: one pass of the encoder for each image size, heads batch by batch.
@@ -16,7 +18,7 @@ def project(encoder: nn.Module, head: nn.Module, batches: Sequence[Tensor]) -> l
     """
     features: list[Tensor] = []
     for start, stop in _runs([batch.shape[-2:] for batch in batches]):
-        together = encoder(torch.cat(list(batches[start:stop])))
+        together = class_tokens(encoder, torch.cat(list(batches[start:stop])))
         features += together.split([len(batch) for batch in batches[start:stop]])
     return [head(f) for f in features]
 
