@@ -21,10 +21,9 @@ def class_tokens(encoder: nn.Module, images: Tensor) -> Tensor:
         return features
     assert isinstance(encoder, VisionTransformer)
     x = encoder.norm_pre(encoder.patch_drop(encoder._pos_embed(encoder.patch_embed(images))))  # (N, T, D)
-    *blocks, last = encoder.blocks
-    for block in blocks:
+    for block in encoder.blocks[:-1]:
         x = through(block, x, recompute=encoder.grad_checkpointing)
-    x = _last_block(last, x)  # (N, 1, D)
+    x = _last_block(encoder.blocks[-1], x)  # (N, 1, D)
     pooled: Tensor = encoder.forward_head(encoder.norm(x))
     return pooled
 
@@ -45,8 +44,9 @@ def _is_plain(encoder: nn.Module) -> bool:
     return type(last) is Block and type(last.attn) is Attention and last.attn.gate is None
 
 
-def _last_block(block: Block, x: Tensor) -> Tensor:
+def _last_block(block: nn.Module, x: Tensor) -> Tensor:
     """The first token of block(x): (N, T, D) → (N, 1, D)."""
+    assert isinstance(block, Block) and isinstance(block.attn, Attention)
     token = x[:, :1]
     token = token + block.drop_path1(block.ls1(_attend(block.attn, block.norm1(x))))
     out: Tensor = token + block.drop_path2(block.ls2(block.mlp(block.norm2(token))))

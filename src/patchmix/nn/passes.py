@@ -8,7 +8,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from patchmix.nn.class_token import class_tokens
+from patchmix.nn.class_token import class_tokens, through
 
 
 def project(encoder: nn.Module, head: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
@@ -19,7 +19,7 @@ def project(encoder: nn.Module, head: nn.Module, batches: Sequence[Tensor]) -> l
     features: list[Tensor] = []
     for start, stop in _runs([batch.shape[-2:] for batch in batches]):
         together = class_tokens(encoder, torch.cat(list(batches[start:stop])))
-        features += together.split([len(batch) for batch in batches[start:stop]])
+        features += torch.split(together, [len(batch) for batch in batches[start:stop]])
     return [head(f) for f in features]
 
 
@@ -44,5 +44,7 @@ def all_tokens(
         assert mask_token is not None
         x = torch.where(mask.view(*x.shape[:-1], 1), mask_token.to(x.dtype), x)
     x = encoder.norm_pre(encoder.patch_drop(encoder._pos_embed(x)))
-    x = encoder.norm(encoder.blocks(x))
+    for block in encoder.blocks:
+        x = through(block, x, recompute=encoder.grad_checkpointing)
+    x = encoder.norm(x)
     return x[:, 0], x[:, encoder.num_prefix_tokens :]
