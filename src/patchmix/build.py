@@ -93,12 +93,18 @@ def _load(encoder: VisionTransformer, weights: dict[str, Tensor]) -> None:
 def method_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options checked against the signature of the method's class."""
     create = METHODS[name]
-    signature = inspect.signature(create)
     hints = typing.get_type_hints(create.__init__ if inspect.isclass(create) else create)
-    known = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known = option_defaults(name)
     for key in options:
         check_known(key, known, f"option of method {name}:")
     return {key: coerce(value, hints[key], f"method.{key}") for key, value in options.items()}
+
+
+def option_defaults(name: str) -> dict[str, Any]:
+    """The options of a method and their defaults."""
+    check_known(name, METHODS, "method")
+    signature = inspect.signature(METHODS[name])
+    return {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
 
 
 def build_views(views: ViewsConfig, image_size: int) -> list[View]:
@@ -239,5 +245,4 @@ def raw_pixel_knn(source: Source, queries: Source, *, bank: int, asked: int, k: 
 
 def option_help(name: str) -> Sequence[str]:
     """The options of a method with their defaults, for `patchmix recipes` and error messages."""
-    signature = inspect.signature(METHODS[name])
-    return [f"{p.name}={p.default}" for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return [f"{option}={default}" for option, default in option_defaults(name).items()]

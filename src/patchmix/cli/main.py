@@ -32,6 +32,7 @@ COMMANDS: dict[str, Any] = {
     "detect": detecting.detect,
     "embed": judging.embed,
     "compare": judging.compare,
+    "ablate": training.ablate,
     "import": weights.import_weights,
     "export": weights.export_weights,
     "show": show,

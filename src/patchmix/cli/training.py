@@ -1,8 +1,11 @@
-"""patchmix pretrain, recipes, demo."""
+"""patchmix pretrain, ablate, recipes, demo, flops."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
 
 from patchmix.cli.arguments import Count, Data, File, Number, Set, Text
 
@@ -110,3 +113,62 @@ def flops(
     from patchmix.study.flops import print_flops
 
     print_flops(method, model, batch=batch, image_size=image_size, local_crops=local_crops, local_size=local_size)
+
+
+def ablate(
+    ablation: Positional[Literal["mix", "num-mix", "terms", "epochs", "method"]],
+    data: Data,
+    /,
+    out: Path,
+    seeds: tuple[int, ...] = (0,),
+    rows: tuple[str, ...] = (),
+    epochs: Number = None,
+    budget: Text = None,
+    test_data: Text = None,
+    recipe: str = "paper",
+    config: File = None,
+    model: Text = None,
+    batch_size: Count = None,
+    workers: Count = None,
+    device: Text = None,
+    settings: Set = (),
+) -> None:
+    """Train and judge the rows of one of the paper's ablations, or all methods, into one table.
+
+    Args:
+        ablation: mix, num-mix, terms, epochs (the paper's), or method (all methods side by side).
+        data: As for pretrain.
+        out: Holds a run's folder for each row and seed, and the table; the same call continues.
+        seeds: Every row is trained with each.
+        rows: Some of the rows, by name; by default all.
+        epochs: Passes over the data, the same for every row; rows of `epochs` get a share of it.
+        budget: Wall-clock time for each row instead, such as 20min.
+        test_data: Labelled images to judge on; by default DATA, where it has labels.
+        recipe: paper, official or demo.
+        config: A config.yaml, or a run whose configuration to use, instead of a recipe.
+        model: As for pretrain.
+        batch_size: Images per optimiser step, over all processes.
+        workers: Processes that prepare images.
+        device: auto, cpu or cuda.
+        settings: Override a setting in every row that has it, e.g. optim.base_lr=1e-3, or in one row, e.g.
+            dino:optim.clip_grad=3; may be repeated.
+    """
+    from patchmix.ablate import ablate
+
+    ablate(
+        ablation,
+        data,
+        out,
+        seeds=seeds,
+        rows=rows,
+        epochs=epochs,
+        budget=budget,
+        test_data=test_data,
+        recipe=recipe,
+        config=config,
+        model=model,
+        batch_size=batch_size,
+        workers=workers,
+        device=device,
+        settings=settings,
+    )

@@ -1,0 +1,158 @@
+"""The paper's four ablations and the comparison of methods: which rows each has, and what a row changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from patchmix.config import check_known
+
+Ablation = Literal["mix", "num-mix", "terms", "epochs", "method"]
+TITLES: dict[str, str] = {
+    "mix": "The effect of the mix",
+    "num-mix": "The effect of the number of images in a mix",
+    "terms": "The effect of the terms of the loss",
+    "epochs": "The effect of the length of training",
+    "method": "Methods side by side",
+}
+TERMS = ("oto", "mto", "mtm")  # origin-to-origin, mix-to-origin, mix-to-mix: the order of method.weights
+# What a row decides by itself, so that --set can't.
+DECIDED: dict[str, tuple[str, ...]] = {
+    "mix": ("method.mix",),
+    "num-mix": ("method.num_mix", "method.mix"),
+    "terms": (),
+    "epochs": ("train.epochs", "train.budget_minutes"),
+    "method": ("method.name",),
+}
+
+Paper = dict[str, tuple[float | None, float | None]]  # data → linear, kNN in %; None: it did not converge
+
+
+@dataclass(frozen=True)
+class AblationRow:
+    """One line of a table. What it does not say is the same in all lines."""
+
+    name: str
+    settings: tuple[str, ...] = ()  # as --set takes them
+    method: str | None = None  # None: the recipe's
+    terms: tuple[str, ...] | None = None  # those of the loss that count; None: all
+    length: float = 1.0  # share of the longest training
+    paper: Paper = field(default_factory=dict)
+
+
+def _paper(c10_linear: float | None, c10_knn: float | None, c100_linear: float, c100_knn: float) -> Paper:
+    return {"cifar10": (c10_linear, c10_knn), "cifar100": (c100_linear, c100_knn)}
+
+
+_BASELINE, _FULL = _paper(89.8, 88.2, 66.0, 61.2), _paper(96.0, 94.6, 78.7, 75.4)
+
+# Table "mix". Its baseline has the numbers of M = 1 in Table "num_mix": images that are mixed with nothing. Mixup and
+# CutMix alone are ours; the paper has the two together.
+MIX = (
+    AblationRow("baseline", ("method.mix=patchmix", "method.num_mix=1"), paper=_BASELINE),
+    AblationRow("mixup", ("method.mix=mixup",)),
+    AblationRow("cutmix", ("method.mix=cutmix",)),
+    AblationRow("cutmix+mixup", ("method.mix=cutmix+mixup",), paper=_paper(90.6, 88.7, 66.8, 62.3)),
+    AblationRow("regionswap", ("method.mix=regionswap",), paper=_paper(92.1, 91.3, 70.4, 64.2)),
+    AblationRow("resizemix", ("method.mix=resizemix",), paper=_paper(94.2, 92.1, 77.1, 66.7)),
+    AblationRow("patchmix", ("method.mix=patchmix",), paper=_FULL),
+)
+
+# Table "num_mix".
+NUM_MIX = (
+    AblationRow("m1", ("method.num_mix=1",), paper=_BASELINE),
+    AblationRow("m2", ("method.num_mix=2",), paper=_paper(95.6, 94.3, 77.6, 71.1)),
+    AblationRow("m3", ("method.num_mix=3",), paper=_FULL),
+    AblationRow("m4", ("method.num_mix=4",), paper=_paper(95.7, 94.3, 75.2, 70.9)),
+)
+
+# Table "loss".
+LOSS_TERMS = (
+    AblationRow("oto", terms=("oto",), paper=_paper(91.1, 87.0, 69.7, 59.7)),
+    AblationRow("mto", terms=("mto",), paper=_paper(None, None, 61.3, 57.2)),
+    AblationRow("mtm", terms=("mtm",), paper=_paper(None, None, 52.6, 47.4)),
+    AblationRow("oto+mto", terms=("oto", "mto"), paper=_paper(95.4, 93.8, 77.9, 69.2)),
+    AblationRow("oto+mto+mtm", terms=("oto", "mto", "mtm"), paper=_FULL),
+)
+
+# Figure "epochs" is a drawing; of its lengths the tables print 800 and 1600, the half and the full one here.
+LENGTHS = (
+    AblationRow("eighth", length=1 / 8),
+    AblationRow("quarter", length=1 / 4),
+    AblationRow("half", length=1 / 2, paper=_FULL),
+    AblationRow("full", paper=_paper(96.4, 95.1, 78.9, 74.6)),
+)
+
+# Table "cifar", ViT-S/2 at 800 epochs.
+_METHODS: dict[str, Paper] = {
+    "patchmix": _FULL,
+    "mocov3": _paper(90.2, 89.1, 66.4, 62.3),
+    "dino": _paper(92.6, 91.8, 63.8, 60.6),
+    "ibot": _paper(94.8, 93.1, 67.8, 64.2),
+    "sdmp": _paper(94.2, 92.1, 77.1, 66.7),
+}
+
+
+def rows_of(ablation: str, methods: Iterable[str]) -> tuple[AblationRow, ...]:
+    """All rows of an ablation, in the table's order; `methods` are the names that can be compared."""
+    known = {
+        "mix": MIX,
+        "num-mix": NUM_MIX,
+        "terms": LOSS_TERMS,
+        "epochs": LENGTHS,
+        "method": tuple(AblationRow(name, method=name, paper=_METHODS.get(name, {})) for name in methods),
+    }
+    check_known(ablation, known, "ablation")
+    return known[ablation]
+
+
+def choose_rows(rows: Sequence[AblationRow], names: Sequence[str]) -> tuple[AblationRow, ...]:
+    """The named rows, in the table's order; all of them where no name is given."""
+    for name in names:
+        check_known(name, [row.name for row in rows], "row")
+    return tuple(row for row in rows if not names or row.name in names)
+
+
+def masked_weights(weights: Sequence[float], terms: Sequence[str]) -> list[float]:
+    """The weights of the terms that count, 0 for the others."""
+    return [weight if term in terms else 0.0 for term, weight in zip(TERMS, weights, strict=True)]
+
+
+# -------------------------------------------------------------------------------------------------------- settings
+
+
+def key_of(setting: str) -> str:
+    """What a setting sets: `method.num_mix` of `method.num_mix=3` and of `method.options.num_mix=3`."""
+    return setting.partition("=")[0].strip().replace("method.options.", "method.", 1)
+
+
+def option_of(setting: str) -> str | None:
+    """The method's option that a setting sets; None where it sets something else."""
+    section, _, option = key_of(setting).partition(".")
+    return option if section == "method" and option not in ("name", "options") else None
+
+
+def check_settings(ablation: str, settings: Sequence[str], rows: Sequence[AblationRow]) -> None:
+    """A ValueError for settings that the rows or the seeds decide, and for a row's prefix that no row has."""
+    for setting in settings:
+        row, colon, rest = setting.partition("=")[0].rpartition(":")
+        if colon:
+            check_known(row, [r.name for r in rows], "row")
+        key = key_of(rest)
+        if key in DECIDED[ablation]:
+            raise ValueError(f"--set {setting!r}: {key} is what ablation {ablation!r} decides; choose rows with --rows")
+        if key == "train.seed":
+            raise ValueError(f"--set {setting!r}: every row is trained for each of --seeds; give the seed there")
+
+
+def settings_for(row: AblationRow, settings: Sequence[str]) -> list[str]:
+    """Those without a prefix, then those for this row alone (`dino:optim.clip_grad=3`), prefix removed."""
+    common, own = [], []
+    for setting in settings:
+        name, colon, _ = setting.partition("=")[0].rpartition(":")
+        if not colon:
+            common.append(setting)
+        elif name == row.name:
+            own.append(setting[len(name) + 1 :])
+    return common + own
