@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from patchmix.methods.method import Method
 from patchmix.recipes import find_recipe
 from patchmix.train.allocator import keep_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, write_text
+from patchmix.train.lock import run_lock
 from patchmix.train.log import RunLog
 from patchmix.train.loop import NonFiniteLoss, train
 from patchmix.train.optimizer import build_optimizer
@@ -186,7 +188,7 @@ def run_config(
     device = distributed.local_device(config.runtime.device)
     if device.type == "cpu":
         keep_freed_memory()
-    with distributed.process_group(device):
+    with distributed.process_group(device), run_lock(out) if distributed.is_main() else nullcontext():
         state = _find_checkpoint(config, out, resume)
         if state is not None and init_from is not None:
             raise ValueError("--init-from starts a new run, --resume continues one; give only one of them")
