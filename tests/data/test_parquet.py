@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from PIL import Image
 
 from patchmix.data import parquet
 from patchmix.data.decode import DecodeError
+from patchmix.data.loader import Loader
 from patchmix.data.parquet import ParquetSource
+from patchmix.data.views import CentreCrop
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (25, 6, 5, 3), dtype=np.uint8)
 
@@ -89,6 +92,24 @@ def test_only_some_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     for index in range(25):
         source.load(index)
     assert 1 <= len(source._groups) < 4
+
+
+def test_an_epoch_reads_each_row_group_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = np.zeros((400, 6, 5, 3), np.uint8)
+    images[:, 0, 0, 0] = np.arange(400) % 256
+    files = [write(tmp_path / "a.parquet", images[:200]), write(tmp_path / "b.parquet", images[200:])]
+    monkeypatch.setattr(parquet, "_CACHED_BYTES", 30_000)  # of about 75,000
+    source = ParquetSource(files, name="x")
+    assert len(source.groups.starts) == 100
+    assert 8 <= source.groups.window < 40
+    reads = []
+    real = parquet._open
+    monkeypatch.setattr(parquet, "_open", lambda file: reads.append(file) or real(file))
+    loader = Loader(source, CentreCrop(4), batch_size=16, seed=0)
+    seen = [index for batch in islice(loader.batches(), 25) for index in batch.indices.tolist()]
+    assert sorted(seen) == list(range(400))
+    assert len(reads) <= 130  # shuffled over everything, they would be about 400
+    assert sum(column.nbytes for column in source._groups.values()) <= 30_000
 
 
 def test_it_can_be_sent_to_a_worker(tmp_path: Path) -> None:

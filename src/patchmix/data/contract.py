@@ -1,6 +1,6 @@
 """What a source of images is, for everything that reads from one."""
 
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +9,7 @@ from patchmix.data.decode import Pixels
 
 Split = Literal["train", "test"]
 Labels = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
 @runtime_checkable
@@ -42,4 +43,26 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """Hex digits that identify the list of contents; the same wherever the root lies."""
+        ...
+
+
+class Groups(NamedTuple):
+    """Contiguous runs of samples that are cheap to read together: shards, or row groups of parquet."""
+
+    starts: Indices  # (groups,), where each begins; the first is 0
+    window: int  # how many of them may be in use at a time
+
+
+def groups_of(source: Source) -> Groups | None:
+    """What a source says in its optional attribute `groups`; None where every sample costs the same."""
+    groups: Groups | None = getattr(source, "groups", None)
+    return groups
+
+
+@runtime_checkable
+class Encoded(Protocol):
+    """A source that still has its images as files."""
+
+    def encoded(self, index: int) -> bytes:
+        """The image file's bytes, as they are. Raises DecodeError."""
         ...

@@ -57,12 +57,14 @@ class FolderSource:
         return self.root / os.fsdecode(self._paths[index])
 
     def load(self, index: int) -> Pixels:
-        key = self.key(index)
+        return decode(self.encoded(index), self.key(index))
+
+    def encoded(self, index: int) -> bytes:
+        """The image file's bytes, as they are. Raises DecodeError."""
         try:
-            data = self._path(index).read_bytes()
+            return self._path(index).read_bytes()
         except OSError as error:
-            raise DecodeError(key, error.strerror or type(error).__name__) from error
-        return decode(data, key)
+            raise DecodeError(self.key(index), error.strerror or type(error).__name__) from error
 
     def size(self, index: int) -> tuple[int, int]:
         """(height, width), from the header alone. Raises DecodeError."""

@@ -1,7 +1,7 @@
 """Sources + transforms → batches: in which order samples come, which process sees which, what workers do.
 
-The order of an epoch is a pure function of (seed, epoch). A global batch is cut into micro-batches, so that any number
-of processes and accumulation steps sees the same global batches, and a run can go on at any step.
+The order of an epoch is a pure function of (seed, epoch); see order.py. A global batch is cut into micro-batches, so
+that any number of processes and accumulation steps sees the same global batches, and a run can go on at any step.
 """
 
 import atexit
@@ -13,20 +13,20 @@ from typing import Any
 
 import cv2
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from patchmix.data.contract import Source
+from patchmix.data.contract import Indices, Source, groups_of
 from patchmix.data.decode import DecodeError, Pixels
-from patchmix.data.randomness import hash_words, permutation
+from patchmix.data.order import order_of
+from patchmix.data.randomness import hash_words
 from patchmix.data.views import Transform
 
-Indices = npt.NDArray[np.int64]
 Request = tuple[int, Indices]  # an epoch, and dataset positions (n,)
 
 _REPLACEMENTS = 100  # tries to replace an undecodable sample before giving up
+_NEAR = 10  # of them from the sample's own group, where there are groups
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class Loader:
 
     def _requests(self, start_step: int) -> Iterator[Request]:
         epoch, first = divmod(start_step, self.steps_per_epoch)
+        order = order_of(self.source, self.batch_size, self.seed)
         while True:
-            order = permutation(len(self.source), self.seed, epoch)
             for step in range(first, self.steps_per_epoch):
-                batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+                batch = order.batch(epoch, step)
                 # (accumulate, world, micro): micro-batch j of rank r is a contiguous slice.
                 parts = batch.reshape(self.accumulate, self.world_size, self.micro_batch_size)
                 for part in parts[:, self.rank]:
@@ -208,9 +208,20 @@ class _ReplacingBatches(_SkippingBatches):
                     f"{_REPLACEMENTS} random images of {self._source.name} in a row cannot be decoded "
                     f"(last: {bad[-1]}); repair or remove them"
                 )
+            first, count = self._near(position) if attempt < _NEAR else (0, len(self._source))
             word = int(hash_words(self._seed, epoch, position, attempt)[0])
-            loaded = super()._load(epoch, word % len(self._source), bad)
+            loaded = super()._load(epoch, first + word % count, bad)
         return loaded
+
+    def _near(self, position: int) -> tuple[int, int]:
+        """(first, count) of the samples that cost little when `position` was just read."""
+        groups = groups_of(self._source)
+        if groups is None:
+            return 0, len(self._source)
+        group = int(np.searchsorted(groups.starts, position, side="right")) - 1
+        first = int(groups.starts[group])
+        end = int(groups.starts[group + 1]) if group + 1 < len(groups.starts) else len(self._source)
+        return first, end - first
 
 
 def _run(

@@ -14,12 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from patchmix.data.contract import Labels, Source
+from patchmix.data.contract import Indices, Labels, Source, groups_of
 from patchmix.data.decode import DecodeError, Pixels
 from patchmix.data.parquet import ParquetSource
 from patchmix.data.randomness import permutation
 
 _CHUNK = 128  # samples that a thread takes at once
+_TRIED_GROUPS = 8  # shards or row groups that a first check reads from
 _QUIET_SECONDS = 1.0  # shorter waits need no words
 
 
@@ -106,7 +107,7 @@ def from_array(
 
 def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source:
     """Decode `source` once into shared memory; returned unchanged when its pixels need more than `cache_bytes`."""
-    if isinstance(source, InMemorySource):
+    if isinstance(source, InMemorySource) or cache_bytes <= 0:
         return source
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         probed = _probe(source, cache_bytes, pool)
@@ -159,7 +160,7 @@ def check_decodable(source: Source, *, sample: int = 1000, limit: float = 0.01) 
         tried = len(source)
         bad = [f"{source.key(index)}: {reason}" for index, reason in source.bad.items()]
     else:
-        chosen = permutation(len(source), 0)[:sample]
+        chosen = _some_of(source, sample)
         tried = len(chosen)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             reasons = pool.map(lambda index: _why_bad(source, index), chosen.tolist())
@@ -170,6 +171,17 @@ def check_decodable(source: Source, *, sample: int = 1000, limit: float = 0.01) 
             f"{limit:.0%}; repair or remove them, first: {'; '.join(bad[:3])}"
         )
     return tuple(bad)
+
+
+def _some_of(source: Source, sample: int) -> Indices:
+    """Random positions: (at most sample,); of a few groups only, where reading from many costs a lot."""
+    groups = groups_of(source)
+    if groups is None:
+        return permutation(len(source), 0)[:sample]
+    ends = np.append(groups.starts[1:], len(source))
+    few = permutation(len(ends), 0)[: min(groups.window, _TRIED_GROUPS)].tolist()
+    runs = [np.arange(groups.starts[g], ends[g]) for g in few]
+    return np.concatenate([run[np.sort(permutation(len(run), 0)[: -(-sample // len(few))])] for run in runs])
 
 
 def _why_bad(source: Source, index: int) -> str | None:

@@ -13,12 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from patchmix.data.contract import Labels
+from patchmix.data.contract import Groups, Labels
 from patchmix.data.decode import DecodeError, Pixels, decode, size_of
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
-_CACHED_BYTES = 256 << 20
+_CACHED_BYTES = 256 << 20  # of row groups, in each process that reads
+_MOST_GROUPS = 64
 
 
 class ParquetSource:
@@ -28,7 +29,7 @@ class ParquetSource:
         self.name = name
         self._files = tuple(files)
         schema, starts, counts, owners = None, [], [], []
-        total = 0
+        total = group_bytes = 0
         for number, file in enumerate(self._files):
             parquet = _open(file)
             schema = schema or parquet.schema_arrow
@@ -37,10 +38,14 @@ class ParquetSource:
                 starts.append(total)
                 counts.append(parquet.metadata.row_group(group).num_rows)
                 total += counts[-1]
+                group_bytes += parquet.metadata.row_group(group).total_byte_size
         if schema is None or total == 0:
             raise ValueError(f"no rows in {', '.join(str(file) for file in self._files)!r}; give another file")
         self._length = total
         self._starts = np.array(starts, np.int64)
+        # Half of what is kept: while windows change, two of them are in use.
+        window = _CACHED_BYTES * len(starts) // (2 * max(1, group_bytes))
+        self.groups = Groups(self._starts, max(1, min(_MOST_GROUPS, window)))
         self._owners = np.array(owners, np.int64).reshape(-1, 2)
         file_numbers, first_groups = np.unique(self._owners[:, 0], return_index=True)
         self._file_starts = dict(zip(file_numbers.tolist(), self._starts[first_groups].tolist(), strict=True))
@@ -70,11 +75,11 @@ class ParquetSource:
         return self._length
 
     def load(self, index: int) -> Pixels:
-        return decode(self._bytes(index), self.key(index))
+        return decode(self.encoded(index), self.key(index))
 
     def size(self, index: int) -> tuple[int, int]:
         """(height, width), from the header alone. Raises DecodeError."""
-        return size_of(self._bytes(index), self.key(index))
+        return size_of(self.encoded(index), self.key(index))
 
     def key(self, index: int) -> str:
         file = int(self._owners[self._group_of(index), 0])
@@ -93,7 +98,8 @@ class ParquetSource:
             raise IndexError(f"index {index} is outside {self.name}, which has {self._length} rows")
         return int(np.searchsorted(self._starts, index, side="right")) - 1
 
-    def _bytes(self, index: int) -> bytes:
+    def encoded(self, index: int) -> bytes:
+        """The image file's bytes, as they are. Raises DecodeError."""
         group = self._group_of(index)
         value = self._column(group)[index - int(self._starts[group])].as_py()
         if not value:

@@ -19,7 +19,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix import distributed
-from patchmix.data.contract import Labels, Source
+from patchmix.data.contract import Groups, Labels, Source, groups_of
 from patchmix.data.decode import Pixels
 from patchmix.data.loader import one_pass
 from patchmix.data.views import CentreCrop, to_float
@@ -51,6 +51,7 @@ class Part:
         self.name = source.name if name is None else name
         self.labels: Labels | None = None if source.labels is None else source.labels[positions]
         self.classes = source.classes
+        self.groups = _groups_at(groups_of(source), positions)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -68,11 +69,27 @@ class Part:
 
 
 class Subset(Part):
-    """At most `limit` of a source's samples, spread evenly over it and always the same ones."""
+    """At most `limit` of a source's samples, spread evenly over it and always the same ones.
+
+    Where samples lie in groups (shards), they are spread over as many groups as may be in use at a time.
+    """
 
     def __init__(self, source: Source, limit: int) -> None:
-        count = min(limit, len(source))
-        super().__init__(source, np.linspace(0, len(source) - 1, count).round().astype(np.int64))
+        positions = np.arange(len(source), dtype=np.int64)
+        groups = groups_of(source)
+        if groups is not None and len(groups.starts) > groups.window:
+            few = np.linspace(0, len(groups.starts) - 1, groups.window).round().astype(np.int64)
+            inside = np.isin(np.searchsorted(groups.starts, positions, side="right") - 1, few)
+            positions = positions[inside]
+        count = min(limit, len(positions))
+        super().__init__(source, positions[np.linspace(0, len(positions) - 1, count).round().astype(np.int64)])
+
+
+def _groups_at(groups: Groups | None, positions: npt.NDArray[np.int64]) -> Groups | None:
+    """The groups of some of a source's samples, if these are in order: (n,) positions."""
+    if groups is None or not len(positions) or bool((np.diff(positions) < 0).any()):
+        return None
+    return Groups(np.unique(np.searchsorted(positions, groups.starts[groups.starts <= positions[-1]])), groups.window)
 
 
 def usual_resize(image_size: int) -> int:
