@@ -25,7 +25,7 @@ from patchmix.interop.encoder_file import Architecture, EncoderFile
 from patchmix.methods.method import Method
 from patchmix.recipes import find_recipe
 from patchmix.train.allocator import keep_freed_memory
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint, write_text
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint, remove_unfinished, write_text
 from patchmix.train.lock import run_lock
 from patchmix.train.log import RunLog
 from patchmix.train.loop import NonFiniteLoss, train
@@ -88,6 +88,7 @@ def pretrain(
     workers: int | None = None,
     device: str | None = None,
     seed: int | None = None,
+    compile: bool | None = None,
     resume: str | Path | None = None,
     init_from: str | Path | None = None,
     wandb: str | None = None,
@@ -112,6 +113,7 @@ def pretrain(
         workers=workers,
         device=device,
         seed=seed,
+        compile=compile,
         wandb=wandb,
         settings=settings,
     )
@@ -132,6 +134,7 @@ def configure(
     workers: int | None = None,
     device: str | None = None,
     seed: int | None = None,
+    compile: bool | None = None,
     wandb: str | None = None,
     settings: Sequence[str] = (),
 ) -> Config:
@@ -154,7 +157,9 @@ def configure(
         start,
         data=dataclasses.replace(start.data, path=str(data)),
         train=dataclasses.replace(start.train, **given(batch_size=batch_size, budget_minutes=minutes, seed=seed)),
-        runtime=dataclasses.replace(start.runtime, **given(workers=workers, device=device, wandb=wandb)),
+        runtime=dataclasses.replace(
+            start.runtime, **given(workers=workers, device=device, compile=compile, wandb=wandb)
+        ),
     )
     chosen = [f"method.{key}={value}" for key, value in given(name=method, mix=mix).items()]
     complete = override(start, [*chosen, *settings])
@@ -293,6 +298,8 @@ def _check_same_data(source: Source, state: dict[str, Any] | None) -> None:
 def _prepare_folder(out: Path, config: Config) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(out)
+        remove_unfinished(out / "checkpoints")
         write_text(out / "config.yaml", to_yaml(config))
     except OSError as error:
         raise ValueError(f"can't write to {out} ({error.strerror}); choose another --out") from error

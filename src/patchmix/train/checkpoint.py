@@ -13,12 +13,14 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+UNFINISHED = ".unfinished"  # how the names of files end that are not complete yet
+
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file under a temporary name that becomes `path` once it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED, delete=False) as file:
         temporary = Path(file.name)
         try:
             yield cast(BinaryIO, file)
@@ -37,6 +39,12 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def remove_unfinished(folder: Path) -> None:
+    """What a killed process had begun to write; for the one process that may write there."""
+    for path in folder.glob(f".*{UNFINISHED}"):
+        path.unlink(missing_ok=True)
+
+
 class Checkpoints:
     """A folder of step-N.pt files, and `last`, a link to the newest."""
 
@@ -49,9 +57,12 @@ class Checkpoints:
         """The newest complete checkpoint; also right if the process died between writing it and moving `last`."""
         return max(self._complete(), default=None)
 
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:09d}.pt"
+
     def save(self, state: dict[str, Any], step: int) -> Path:
         """`state` holds tensors, numbers, text, lists and dicts only: it is read back without unpickling code."""
-        path = self.folder / f"step-{step:09d}.pt"
+        path = self.path(step)
         with atomic_write(path) as file:
             torch.save(state, file)
         link = self.folder / ".last"

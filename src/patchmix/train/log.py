@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,13 @@ class RunLog:
         if self.folder is None:
             return
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise ValueError(
+                f"can't write {self.path} ({error.strerror}); make room, then continue with --resume auto"
+            ) from error
         for key, value in values.items():
             self._board.add_scalar(f"{kind}/{key}", value, step)
         if self._wandb is not None:
@@ -89,8 +95,10 @@ class RunLog:
         if self._progress is not None:
             self._progress.stop()
         if self.folder is not None:
-            self._file.close()
-            self._board.close()
+            with suppress(OSError):  # a full disk: `record` has said so
+                self._file.close()
+            with suppress(OSError):
+                self._board.close()
             if self._wandb is not None:
                 self._wandb.finish()
 

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from patchmix.train.checkpoint import Checkpoints
 from patchmix.train.log import RunLog
 from patchmix.train.monitor import Evaluator, collapse_warning
 from patchmix.train.optimizer import set_hyperparameters
+from patchmix.train.writer import CheckpointWriter
 
 STEPS_BETWEEN_AGREEMENTS = 10  # how often processes agree on when to save and to stop
 
@@ -45,6 +46,7 @@ class Plan:
     accumulate: int = 1
     clip_grad: float = 0.0
     autocast: torch.dtype | None = None
+    compile: bool = False
     seed: int = 0
     log_every: int = 10
     monitor_every: float = 10.0
@@ -90,24 +92,14 @@ def train(
         optimizer.load_state_dict(resume_from["optimizer"])
         step, spent = int(resume_from["step"]), float(resume_from["seconds"])
     clock = Clock(plan, loader.steps_per_epoch, spent)
-    wrapped = _wrap(method, device)
+    wrapped = _wrap(method, device, plan.compile)
     watch = LossWatch(device)
     results: dict[str, float] = {}
+    writer = CheckpointWriter(checkpoints) if distributed.is_main() else CheckpointWriter(None)
 
     def save() -> None:
-        if checkpoints is None:
-            return
-        distributed.barrier()
-        if distributed.is_main():
-            state = {
-                "method": method.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "step": step,
-                "seconds": clock.spent(),
-                **(extra_state or {}),
-            }
-            checkpoints.save(state, step)
-        distributed.barrier()
+        state = {"method": method.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        writer.save({**state, "seconds": clock.spent(), **(extra_state or {})}, step)
 
     def monitor() -> None:
         began = time.monotonic()
@@ -124,7 +116,7 @@ def train(
         monitor()
 
     # ---------------------------------------------------------------------------------------------------- the loop
-    with catch_signals() as caught:
+    with catch_signals() as caught, closing(writer):
         batches = loader.batches(step)
         meter = Meter()
         last_saved = time.monotonic()
@@ -175,6 +167,7 @@ def train(
             if _every(plan.monitor_every, step, loader.steps_per_epoch) and not done:
                 monitor()
                 meter.restart()  # it measures training
+            writer.check()
             due = _every(plan.checkpoint_epochs, step, loader.steps_per_epoch)
             late = _agree(time.monotonic() - last_saved > plan.checkpoint_minutes * 60, step, device)
             if (due or late) and not done:
@@ -184,12 +177,15 @@ def train(
             if _agree(bool(caught), step, device):
                 watch.check()
                 save()
+                writer.wait()
                 signum = caught[0] if caught else int(signal.SIGTERM)
                 raise Interrupted(signum, f"stopped at step {step}; its checkpoint is written")
 
-    watch.check()
-    monitor()
-    save()
+        watch.check()
+        save()  # what follows may take long, and may be killed
+        monitor()
+        save()  # with what the evaluators keep in the method
+        writer.wait()
     return results
 
 
@@ -319,13 +315,20 @@ def seed_pass(seed: int, number: int, generator: torch.Generator) -> None:
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are noted for the loop to act on; a second one acts at once."""
+    """SIGINT and SIGTERM are noted for the loop to act on; a second one acts at once.
+
+    A launcher hands on what the terminal has sent already: two within a second count as one.
+    """
     caught: list[int] = []
+    first = -math.inf
 
     def note(signum: int, frame: FrameType | None) -> None:
-        if caught:
+        nonlocal first
+        if not caught:
+            first = time.monotonic()
+            caught.append(signum)
+        elif time.monotonic() - first > 1.0:
             raise KeyboardInterrupt
-        caught.append(signum)
 
     previous = {}
     try:
@@ -340,15 +343,18 @@ def catch_signals() -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-def _wrap(method: Method, device: torch.device) -> nn.Module:
-    if distributed.world_size() == 1:
-        return method
-    return DistributedDataParallel(
-        method,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False,  # batch norms see the same global statistics everywhere
-        gradient_as_bucket_view=True,
-    )
+def _wrap(method: Method, device: torch.device, compiled: bool) -> nn.Module:
+    wrapped: nn.Module = method
+    if distributed.world_size() > 1:
+        wrapped = DistributedDataParallel(
+            method,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            broadcast_buffers=False,  # batch norms see the same global statistics everywhere
+            gradient_as_bucket_view=True,
+        )
+    if compiled:
+        wrapped.compile()
+    return wrapped
 
 
 def _no_sync(module: nn.Module, active: bool) -> Any:

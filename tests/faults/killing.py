@@ -1,0 +1,60 @@
+"""A process that does nothing but write checkpoints, killed at random moments."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint, remove_unfinished
+from patchmix.train.writer import CheckpointWriter
+
+
+def kill_while_writing(folder: Path, *, times: int, seed: int) -> int:
+    """Kills a writer `times` times; returns how many of the kills left a half-written file behind.
+
+    After each the last checkpoint can be read, is consistent, and is not older than what was known to be complete.
+    """
+    checkpoints, random_moment, unfinished = Checkpoints(folder), random.Random(seed), 0
+    checkpoints.save({"step": 0, "method": {"w": torch.zeros(1)}}, 0)
+    for _ in range(times):
+        before = _last_step(checkpoints)
+        child = os.fork()
+        if child == 0:
+            _write_on(checkpoints, before)
+        while _last_step(checkpoints) == before:
+            time.sleep(0.001)
+        time.sleep(random_moment.uniform(0.0, 0.1))
+        known = _last_step(checkpoints)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        last = checkpoints.last
+        assert last is not None
+        state = load_checkpoint(last)
+        assert state["step"] >= known
+        assert (state["method"]["w"] == state["step"]).all()
+        unfinished += bool(list(folder.glob(".*.unfinished")))
+        remove_unfinished(folder)
+    assert not list(folder.glob(".*.unfinished"))
+    return unfinished
+
+
+def _write_on(checkpoints: Checkpoints, step: int) -> None:
+    """In the child; never returns."""
+    try:
+        writer, weight = CheckpointWriter(checkpoints), torch.zeros(2_000_000)
+        while True:
+            step += 1
+            weight.fill_(step)
+            writer.save({"step": step, "method": {"w": weight}}, step)
+    finally:
+        os._exit(1)
+
+
+def _last_step(checkpoints: Checkpoints) -> int:
+    last = checkpoints.last
+    return int(last.stem.removeprefix("step-")) if last else -1
