@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -79,6 +81,7 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
         encoder = build_encoder(config.model, any_image_size=config.views.local_crops > 0)
         if encoder_weights is not None:
             _load(encoder, encoder_weights)
+        encoder.set_grad_checkpointing(config.runtime.recompute)
         return create(encoder, **options)
 
 
@@ -174,6 +177,7 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
         accumulate=train.accumulate,
         clip_grad=optim.clip_grad,
         autocast=precision(train.precision, device),
+        compile=_compilable(config.runtime.compile, device),
         seed=train.seed,
         log_every=config.runtime.log_every,
         monitor_every=config.runtime.monitor_every,
@@ -187,6 +191,12 @@ def precision(name: str, device: torch.device) -> torch.dtype | None:
     if name == "auto":
         name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     return torch.bfloat16 if name == "bf16" else None
+
+
+def _compilable(wanted: bool, device: torch.device) -> bool:
+    if wanted and device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))):
+        raise ValueError("--compile needs a C++ compiler on the CPU; install g++, or leave --compile out")
+    return wanted
 
 
 def build_evaluators(config: Config, source: Source, image_size: int, device: torch.device) -> list[Evaluator]:

@@ -106,6 +106,9 @@ class RuntimeConfig:
     checkpoint_epochs: float = 1.0
     checkpoint_minutes: float = 10.0
     keep_checkpoints: int = 1
+    timeout_minutes: float = 10.0  # the longest that a process waits for the others
+    recompute: bool = False  # keep only each block's input, and compute the rest again in the backward pass
+    compile: bool = False  # torch.compile of the method: minutes of warm-up
     wandb: str | None = None  # project name
 
 
@@ -151,6 +154,7 @@ class Config:
             ("runtime.workers", self.runtime.workers, self.runtime.workers >= 0, "at least 0"),
             ("runtime.log_every", self.runtime.log_every, self.runtime.log_every >= 1, "at least 1"),
             ("runtime.keep_checkpoints", self.runtime.keep_checkpoints, self.runtime.keep_checkpoints >= 1, "≥ 1"),
+            ("runtime.timeout_minutes", self.runtime.timeout_minutes, self.runtime.timeout_minutes > 0, "above 0"),
             ("model.in_chans", self.model.in_chans, self.model.in_chans in (1, 3), "1 (grey) or 3 (RGB)"),
         ]
         for key, value, holds, rule in rules:

@@ -193,7 +193,8 @@ def run_config(
     device = distributed.local_device(config.runtime.device)
     if device.type == "cpu":
         keep_freed_memory()
-    with distributed.process_group(device), run_lock(out) if distributed.is_main() else nullcontext():
+    group = distributed.process_group(device, config.runtime.timeout_minutes)
+    with group, run_lock(out) if distributed.is_main() else nullcontext():
         state = _find_checkpoint(config, out, resume)
         if state is not None and init_from is not None:
             raise ValueError("--init-from starts a new run, --resume continues one; give only one of them")

@@ -142,6 +142,22 @@ def test_chance_and_floor_are_logged_for_every_term() -> None:
     assert out["mtm/floor"].item() == pytest.approx(-(weights * torch.log(weights / 3)).sum().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0.5, 0), (0, 1, 2)])
+def test_a_term_that_is_off_costs_no_pass_and_changes_no_other(weights: tuple[float, float, float]) -> None:
+    whole, some = make(), make(weights=weights)
+    images: list[int] = []
+    for patch_embed in (some.encoder.patch_embed, some.momentum_copy.network[0].patch_embed):  # type: ignore[union-attr]
+        patch_embed.register_forward_hook(lambda module, arguments, out: images.append(len(out)))
+    outs = []
+    for method in (whole, some):
+        method.generator.manual_seed(7)
+        outs.append(method(views()))
+    expected = sum(w * outs[0][name] for w, name in zip(weights, ("oto", "mto", "mtm"), strict=True))
+    torch.testing.assert_close(outs[1]["loss"], expected)
+    oto, mto, mtm = (w != 0 for w in weights)
+    assert images == [6 * (oto + (mto or mtm)), 6 * (oto + mto + mtm)]
+
+
 def test_normalised_mix_to_mix_sums_to_one() -> None:
     out = make(num_mix=3, normalize_mix_to_mix=True).train()(views(8))
     assert out["mtm/chance"].item() == pytest.approx(math.log(8), rel=1e-5)
@@ -207,6 +223,7 @@ def test_when_the_momentum_encoder_moves(when: str) -> None:
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"momentum": 1.5}, "momentum is 1.5"),
         ({"num_mix": 0}, "num_mix is 0"),
+        ({"weights": (0, 0, 0)}, "at least one of the three"),
     ],
 )
 def test_impossible_options(options: dict, message: str) -> None:

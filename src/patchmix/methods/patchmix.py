@@ -54,6 +54,8 @@ class PatchMixMethod(Method):
         check_unit_interval("temperature", temperature, low_open=True)
         check_unit_interval("momentum", momentum)
         check_unit_interval("label_smoothing", label_smoothing)
+        if not any(weights):
+            raise ValueError(f"weights are {tuple(weights)}; at least one of the three contrasts must count")
         self.encoder = encoder
         self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
         self.predictor = mlp_head(2, head_out, head_hidden, head_out)
@@ -76,25 +78,35 @@ class PatchMixMethod(Method):
         mix = self.mix.for_one_step()
         mix1, mix2 = mix(x1), mix(x2)  # Algorithm 2, lines 5-6
 
-        h_mix1, h_2 = self.queries(mix1.images, x2)  # line 8
-        z_1, z_2, z_mix2 = (distributed.gather(z) for z in self.keys(x1, x2, mix2.images))  # line 9
-
-        n, k, offset = len(x1), len(z_1), distributed.rank() * len(x1)
+        n, k = len(x1), len(x1) * distributed.world_size()
+        offset = distributed.rank() * n
         similarity = overlap(mix1.share, mix2.share)  # ω of Eq. 12
         if self.normalize_mix_to_mix:
             similarity = similarity / similarity.sum(dim=1, keepdim=True)
         origin = smooth(place(torch.eye(n, device=x1.device), k, offset), self.label_smoothing)
+        contrasts = [  # weight, query, key, target
+            ("oto", self.weights[0], "2", "1", origin),  # Eq. 15
+            ("mto", self.weights[1], "mix1", "2", place(mix1.share, k, offset)),  # Eq. 13
+            ("mtm", self.weights[2], "mix1", "mix2", place(similarity, k, offset)),  # Eq. 14
+        ]
+        contrasts = [each for each in contrasts if each[1] != 0]  # a term that is off costs no pass
+
+        images = {"1": x1, "2": x2, "mix1": mix1.images, "mix2": mix2.images}
+        asked = sorted({query for _, _, query, _, _ in contrasts})
+        known = sorted({key for _, _, _, key, _ in contrasts} | ({"1", "2"} if local_crops else set()))
+        h = dict(zip(asked, self.queries(*(images[name] for name in asked)), strict=True))  # line 8
+        keys = self.keys(*(images[name] for name in known))  # line 9
+        z = {name: distributed.gather(key) for name, key in zip(known, keys, strict=True)}
 
         terms = Contrasts(self.temperature)
-        terms.add("oto", self.weights[0], [(h_2, z_1)], origin)  # Eq. 15
-        terms.add("mto", self.weights[1], [(h_mix1, z_2)], place(mix1.share, k, offset))  # Eq. 13
-        terms.add("mtm", self.weights[2], [(h_mix1, z_mix2)], place(similarity, k, offset))  # Eq. 14
+        for name, weight, query, key, target in contrasts:
+            terms.add(name, weight, [(h[query], z[key])], target)
         if local_crops:
             mixed = [mix(crop) for crop in local_crops]
             share = torch.cat([place(crop.share, k, offset) for crop in mixed])
-            h, h_mix = self.queries(torch.cat(local_crops), torch.cat([crop.images for crop in mixed]))
-            terms.add("local", 1.0, [(h, z_1), (h, z_2)], origin.repeat(len(local_crops), 1))
-            terms.add("mixlocal", 1.0, [(h_mix, z_1), (h_mix, z_2)], share)
+            h_local, h_mix = self.queries(torch.cat(local_crops), torch.cat([crop.images for crop in mixed]))
+            terms.add("local", 1.0, [(h_local, z["1"]), (h_local, z["2"])], origin.repeat(len(local_crops), 1))
+            terms.add("mixlocal", 1.0, [(h_mix, z["1"]), (h_mix, z["2"])], share)
         return terms.total()  # Eq. 16
 
     def queries(self, *batches: Tensor) -> list[Tensor]:

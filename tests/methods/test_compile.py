@@ -1,0 +1,83 @@
+"""torch.compile sees each method whole: only the draws of random numbers on the CPU stay outside its graphs.
+
+iBOT and RegionCL choose tokens by a mask, how many is known at run time only: there its graphs end.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.debugging import eager
+
+from patchmix.build import METHODS
+from patchmix.config import from_yaml
+from patchmix.methods.method import Method
+from patchmix.nn.class_token import class_tokens
+from patchmix.nn.vit import create_encoder
+
+SMALL = {"head_hidden": 32, "head_out": 16}
+
+
+def make(name: str) -> Method:
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, drop_path=0.1)
+    return METHODS[name](encoder, **SMALL).train()
+
+
+def views() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(6, 3, 16, 16, generator=generator) for _ in range(2)]
+
+
+def test_the_encoder_is_one_graph() -> None:
+    encoder = make("patchmix").encoder
+    x = views()[0]
+    torch.manual_seed(1)
+    expected = class_tokens(encoder, x)
+    torch.manual_seed(1)
+    compiled = torch.compile(class_tokens, backend=eager, fullgraph=True)
+    torch.testing.assert_close(compiled(encoder, x), expected)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("patchmix", "dino") else pytest.param(n, marks=pytest.mark.slow) for n in sorted(METHODS)]
+)
+def test_a_compiled_method_computes_the_same(name: str) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(sum(node.op == "call_function" and "linear" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    method = make(name)
+    losses, gradients = [], []
+    for forward in (method.forward, torch.compile(method.forward, backend=backend)):
+        torch.manual_seed(2)
+        method.generator.manual_seed(3)
+        method.zero_grad()
+        loss = forward(views())["loss"]
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(torch.cat([p.grad.flatten() for p in method.parameters() if p.grad is not None]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    if name not in ("ibot", "regioncl"):
+        assert sum(count > 0 for count in graphs) == 1  # every linear layer of the step is in one and the same graph
+    assert max(graphs) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_a_compiled_run(tmp_path: Path) -> None:
+    from patchmix.run import pretrain
+
+    settings = ("model.dim=24", "model.depth=2", "model.heads=2", "runtime.monitor_every=0", "runtime.monitor_bank=64")
+    run = pretrain(
+        "shapes", tmp_path / "run", recipe="demo", epochs=0.02, batch_size=32, compile=True, settings=settings
+    )
+    assert from_yaml(run.config_path.read_text()).runtime.compile
+    assert run.encoder_path.is_file()
