@@ -17,6 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "losses": set(),
     "schedules": set(),
     "distributed": set(),
+    "launch": set(),
     "config": set(),
     "nn": {"distributed"},
     "interop": {"data", "nn", "distributed"},

@@ -6,6 +6,7 @@ Everything here is the identity in a single process, so callers never ask which 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+TIMEOUT_MINUTES = 10.0
+RENDEZVOUS = "PATCHMIX_RENDEZVOUS"  # in the environment: where processes meet, if not at torchrun's address
 
 
 def rank() -> int:
@@ -24,21 +28,50 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    return rank() == 0
+    """Also right before the group is joined and after it is left."""
+    return rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
+
+
+class PeerLost(RuntimeError):
+    """Another process of the group ended, or did not answer in time: this one can't go on."""
 
 
 @contextmanager
-def process_group(device: torch.device, timeout_minutes: float = 10.0) -> Iterator[None]:
-    """Joins the group that torchrun describes in the environment; nothing to do in a single process."""
+def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[None]:
+    """Joins the group that torchrun or `--devices` describes in the environment; nothing to do in a single process.
+
+    No wait for another process lasts longer than `timeout_minutes`; then, or when one is gone, PeerLost is raised.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    me, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
+        dist.init_process_group(
+            backend,
+            init_method=os.environ.get(RENDEZVOUS, "env://"),
+            rank=me,
+            world_size=world,
+            timeout=timedelta(minutes=timeout_minutes),
+        )
         yield
+    except RuntimeError as error:
+        if not _is_about_peers(error):
+            raise
+        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        reason = f"no answer within {timeout_minutes:g} min" if late else "it ended, or the network failed"
+        raise PeerLost(
+            f"process {me} of {world} lost another one ({reason}); the last checkpoint is whole, continue with "
+            "--resume auto (runtime.timeout_minutes sets how long to wait)"
+        ) from error
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized() and (backend == "gloo" or sys.exc_info()[0] is None):
+            dist.destroy_process_group()  # after a failure NCCL would wait here for operations that never end
+
+
+def _is_about_peers(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def local_device(name: str = "auto") -> torch.device:
@@ -51,6 +84,11 @@ def local_device(name: str = "auto") -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device is cuda, but torch sees no GPU; use --device cpu or install a CUDA driver")
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"device is {device}, but torch sees {torch.cuda.device_count()} GPUs; start as many processes "
+                "(--devices, --nproc-per-node) as there are GPUs, or use --device cpu"
+            )
         torch.cuda.set_device(device)
     return device
 
@@ -60,13 +98,16 @@ def barrier() -> None:
         dist.barrier()
 
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
+
+
 @torch.no_grad()
 def gather(x: Tensor) -> Tensor:
     """Concatenates x of all processes in the order of their ranks, without gradient. (n, …) → (n·world, …)."""
     if world_size() == 1:
         return x
     out = x.new_empty((world_size() * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous())
+    _all_gather(out, x.contiguous())
     return out
 
 

@@ -66,13 +66,17 @@ def _dispatch(commands: dict[str, Any], args: list[str], prog: str, description:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """128 + the signal that stopped a run, 3 for a non-finite loss, 2 for a mistake, None for a fault of ours."""
+    """128 + the signal that stopped a run, 4 for a lost process, 3 for a loss that is not finite, 2 for mistakes."""
+    from patchmix.distributed import PeerLost
+    from patchmix.launch import LOST_PEER
     from patchmix.train.loop import Interrupted, NonFiniteLoss
 
     if isinstance(error, Interrupted):
         return 128 + error.signum
     if isinstance(error, NonFiniteLoss):
         return 3
+    if isinstance(error, PeerLost):
+        return LOST_PEER
     return 2 if isinstance(error, (ValueError, OSError)) else None
 
 
