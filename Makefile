@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-slow check format figures clean
+.PHONY: setup demo test test-slow check format figures bench clean
 
 setup: .venv/.installed
 
@@ -34,6 +34,10 @@ format: setup
 # The pictures of README and docs: make figures RUN=runs/cifar-small
 figures: setup
 	$(BIN)/python docs/figures.py $(RUN)
+
+# Ratios against plain baselines, each with its target: make bench, or make bench ARGS="step --quick"
+bench: setup
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
 	rm -rf .venv build dist runs .mypy_cache .pytest_cache .ruff_cache

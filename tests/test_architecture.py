@@ -26,7 +26,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluate": {"data", "nn", "losses", "schedules", "distributed", "interop", "methods.method", "train"},
     "report": {"data", "mixing", "nn", "losses", "interop", "train", "evaluate", "distributed"},
     "recipes": {"config"},
-    "study": {"config", "recipes", "data", "nn", "interop", "train", "evaluate", "report", "distributed"},
+    "study": {
+        *("config", "recipes", "data", "nn", "interop", "methods.method", "train", "evaluate", "report"),
+        "distributed",
+    },
 }
 MAY_IMPORT["build"] = set(MAY_IMPORT) - {"report"}
 MAY_IMPORT["run"] = set(MAY_IMPORT)

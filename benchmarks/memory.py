@@ -1,0 +1,37 @@
+"""The most memory that a training step holds: ours against the plain baseline, each in a process of its own.
+
+Model, optimiser and activations count; the interpreter and its libraries do not. With glibc's default allocator, which
+returns what is freed, and once as a run has it, with freed memory kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.children import children
+from benchmarks.result import Result
+from benchmarks.settings import recompute_settings
+from patchmix.study.measure import Spread
+
+MODEL, BATCH, STEPS = "vit_tiny_patch2_32", 64, 2
+
+
+def run(quick: bool = False) -> list[Result]:
+    ours, plain = peak(kind="ours"), peak(kind="plain")
+    results = [
+        Result("memory T/2: ours ÷ plain", Spread.of([ours / plain]), at_most=0.6),
+        Result("memory T/2: plain, GB", Spread.of([plain / 1e9])),
+    ]
+    settings = recompute_settings()
+    if settings is not None:
+        less = peak(kind="ours", settings=settings)
+        results.insert(1, Result("memory T/2: ours, recomputing ÷ plain", Spread.of([less / plain]), at_most=0.25))
+    if not quick:
+        kept = [peak(kind=kind, allocator="kept") for kind in ("ours", "plain")]
+        results.append(Result("memory T/2: ours ÷ plain, freed memory kept", Spread.of([kept[0] / kept[1]])))
+    return results
+
+
+def peak(**what: Any) -> float:
+    with children(one={"model": MODEL, "batch": BATCH, **what}) as kids:
+        return max(float(kids["one"].ask(do="step")["peak"]) for _ in range(STEPS))

@@ -1,0 +1,87 @@
+"""A training step: ours against the plain baseline, and against the rate of bare matrix products.
+
+Both sides have the same allocator; what the allocator gives is reported apart. FLOPs are those that the iteration
+takes as the plain version does it (2 a multiply-add, attention included, backward = 2 × forward), whoever is timed:
+work that is left out counts as speed. What is really executed is counted and reported beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.children import children, jemalloc
+from benchmarks.result import Result
+from patchmix.study.flops import method_flops, sizes_of
+from patchmix.study.measure import Spread, in_turns, ratio
+
+CASES = {"T/2": ("vit_tiny_patch2_32", 64, 0.75), "S/16": ("vit_small_patch16_224", 8, 0.80)}
+
+
+def run(quick: bool = False) -> list[Result]:
+    results: list[Result] = []
+    for case, (model, batch, share) in CASES.items():
+        results += compare(case, model, batch, share, rounds=2 if quick else 4)
+        results += allocators(case, model, batch, rounds=1 if quick else 2)
+    return results
+
+
+def compare(case: str, model: str, batch: int, share: float, rounds: int) -> list[Result]:
+    flops = method_flops("patchmix", sizes_of(model), batch=batch, attention=True)
+    common: dict[str, Any] = {"model": model, "batch": batch, "allocator": "kept"}
+    told: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
+    with children(
+        ours={"kind": "ours", **common}, plain={"kind": "plain", **common}, gemm={"kind": "gemm", **common}
+    ) as kids:
+
+        def step(name: str) -> float:
+            answer = kids[name].ask(do="step")
+            told[name].append(answer["phases"])
+            return float(answer["seconds"])
+
+        times = in_turns(
+            {
+                "ours": lambda: step("ours"),
+                "gemm": lambda: float(kids["gemm"].ask(do="step")["rate"]),
+                "plain": lambda: step("plain"),
+            },
+            rounds,
+        )
+        counted = kids["ours"].ask(do="flops", batch=2)
+    with children(ours={"kind": "ours", "phases": True, **common}) as kids:
+        kids["ours"].ask(do="step")
+        told["ours"] = [kids["ours"].ask(do="step")["phases"] for _ in range(2)]
+    executed = counted["executed"] * batch
+    shares = [flops / t / rate for t, rate in zip(times["ours"], times["gemm"], strict=True)]
+    really = [executed / t / rate for t, rate in zip(times["ours"], times["gemm"], strict=True)]
+    theirs = [flops / t / rate for t, rate in zip(times["plain"], times["gemm"], strict=True)]
+    return [
+        Result(f"step {case}: plain ÷ ours", ratio(times["plain"], times["ours"]), at_least=1.5),
+        Result(f"step {case}: ours, share of the GEMM ceiling", Spread.of(shares), at_least=share),
+        Result(f"step {case}: ours, share by FLOPs executed", Spread.of(really)),
+        Result(f"step {case}: plain, share of the GEMM ceiling", Spread.of(theirs)),
+        Result(f"step {case}: FLOPs executed ÷ full iteration", Spread.of([executed / flops])),
+        Result(f"step {case}: GEMM ceiling, GFLOP/s", Spread.of([rate / 1e9 for rate in times["gemm"]])),
+        Result(f"step {case}: ours, s", Spread.of(times["ours"]), parts=_shares(told["ours"])),
+        Result(f"step {case}: plain, s", Spread.of(times["plain"]), parts=_shares(told["plain"][1:])),
+    ]
+
+
+def allocators(case: str, model: str, batch: int, rounds: int) -> list[Result]:
+    """The same step of ours under each allocator."""
+    names = ["kept", "glibc", *(["jemalloc"] if jemalloc() else [])]
+    wanted = {name: {"kind": "ours", "model": model, "batch": batch, "allocator": name} for name in names}
+    with children(**wanted) as kids:
+        times = in_turns({name: kid.seconds for name, kid in kids.items()}, rounds)
+    others = [name for name in names if name != "kept"]
+    return [Result(f"step {case}: {name} ÷ kept memory", ratio(times[name], times["kept"])) for name in others]
+
+
+def _shares(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The share of each phase, as the median over rounds."""
+    names = dict.fromkeys(name for phases in rounds for name in phases)
+    totals = [sum(phases.values()) for phases in rounds]
+    return {
+        name: statistics.median([p.get(name, 0.0) / total for p, total in zip(rounds, totals, strict=True)])
+        for name in names
+    }
