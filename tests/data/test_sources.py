@@ -206,7 +206,7 @@ class TestMistakes:
             open_source(str(tmp_path / "holiday_photo"))
 
     def test_a_file_that_is_no_parquet(self, tmp_path: Path, write_image: Write) -> None:
-        with pytest.raises(ValueError, match="is a file that is not parquet"):
+        with pytest.raises(ValueError, match=r"is a file that is neither parquet nor a \.tar"):
             open_source(write_image(tmp_path / "one.png"))
 
     def test_an_empty_folder(self, tmp_path: Path) -> None:

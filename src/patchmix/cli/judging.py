@@ -29,7 +29,7 @@ def knn(
     """Judge an encoder by weighted k-nearest neighbours.
 
     Args:
-        data: Labelled images: a name, class folders, or parquet.
+        data: Labelled images: a name, class folders, parquet, or shards.
         k: Numbers of neighbours; by default those of 10, 20, 100, 200 that the data allows (headline 20).
         resize: Shorter side before the centre crop; the authors' code has 36 for CIFAR.
         device: auto, cpu or cuda.
@@ -74,7 +74,7 @@ def linear(
     """Judge an encoder by a linear classifier on its frozen features.
 
     Args:
-        data: Labelled images: a name, class folders, or parquet.
+        data: Labelled images: a name, class folders, parquet, or shards.
         protocol: paper trains 100 epochs with augmentation; fast sweeps classifiers on stored features in seconds.
         epochs: Other than the protocol's.
         lr: Learning rate of the paper's protocol, 0.05 if not given.
@@ -130,7 +130,7 @@ def finetune(
     """Judge an encoder by training it further, with labels.
 
     Args:
-        data: Labelled images: a name, class folders, or parquet.
+        data: Labelled images: a name, class folders, parquet, or shards.
         epochs: Passes over the training images; warm-up is a tenth, at most 10.
         base_lr: For a batch of 256; 5e-4 if not given, 1e-3 for ViT-T.
         batch_size: Images per step; 256 for small images, 1024 for large ones.

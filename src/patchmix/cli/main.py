@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from patchmix.cli import detecting, judging, pictures, training, weights
+from patchmix.cli import detecting, judging, pictures, preparing, training, weights
 
 
 def show() -> None:
@@ -26,6 +26,7 @@ SHOW: dict[str, Any] = {
 }
 COMMANDS: dict[str, Any] = {
     "pretrain": training.pretrain,
+    "shards": preparing.shards,
     "knn": judging.knn,
     "linear": judging.linear,
     "finetune": judging.finetune,

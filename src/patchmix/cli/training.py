@@ -36,7 +36,7 @@ def pretrain(
     """Pre-train a ViT on unlabelled images.
 
     Args:
-        data: A name (shapes, cifar10, cifar100, imagenet), a folder of images, or parquet.
+        data: A name (shapes, cifar10, cifar100, imagenet), a folder of images, parquet, or .tar shards.
         out: The run's folder.
         recipe: paper, official or demo; `patchmix recipes` lists them.
         config: A config.yaml, or a run whose configuration to use, instead of a recipe.

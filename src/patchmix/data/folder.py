@@ -2,12 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from patchmix.data.contract import Labels
+from patchmix.data.contract import Indices, Labels
 from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode, size_of_file
 
 _SUFFIXES = tuple(extension.encode() for extension in EXTENSIONS)
@@ -20,15 +21,35 @@ class PathList:
     def __init__(self, paths: Iterable[bytes]) -> None:
         paths = list(paths)
         lengths = np.fromiter((len(path) for path in paths), np.int64, len(paths))
-        self._ends = np.cumsum(lengths)
-        self._text = np.frombuffer(b"".join(paths), np.uint8)
+        self.ends: Indices = np.cumsum(lengths)
+        self.text: npt.NDArray[np.uint8] = np.frombuffer(b"".join(paths), np.uint8)
+
+    @classmethod
+    def packed(cls, text: npt.NDArray[np.uint8], ends: Indices) -> "PathList":
+        """From what another one holds."""
+        made = cls(())
+        made.text, made.ends = text, ends
+        return made
+
+    @classmethod
+    def joined(cls, parts: Sequence["PathList"]) -> "PathList":
+        """One after the other."""
+        before = np.cumsum([0, *(len(part.text) for part in parts[:-1])])
+        ends = [part.ends + shift for part, shift in zip(parts, before, strict=True)]
+        return cls.packed(np.concatenate([part.text for part in parts]), np.concatenate(ends))
+
+    def part(self, start: int, stop: int) -> "PathList":
+        """Those at start … stop - 1."""
+        first = int(self.ends[start - 1]) if start > 0 else 0
+        ends = self.ends[start:stop]
+        return PathList.packed(self.text[first : int(ends[-1]) if len(ends) else first], ends - first)
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     def __getitem__(self, index: int) -> bytes:
-        start = int(self._ends[index - 1]) if index > 0 else 0
-        return self._text[start : int(self._ends[index])].tobytes()
+        start = int(self.ends[index - 1]) if index > 0 else 0
+        return self.text[start : int(self.ends[index])].tobytes()
 
 
 class FolderSource:

@@ -2,11 +2,8 @@
 
 import os
 import shutil
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,12 +13,11 @@ from torch import Tensor
 
 from patchmix.data.contract import Indices, Labels, Source, groups_of
 from patchmix.data.decode import DecodeError, Pixels
-from patchmix.data.parquet import ParquetSource
+from patchmix.data.progress import progress_bar
 from patchmix.data.randomness import permutation
 
 _CHUNK = 128  # samples that a thread takes at once
 _TRIED_GROUPS = 8  # shards or row groups that a first check reads from
-_QUIET_SECONDS = 1.0  # shorter waits need no words
 
 
 class InMemorySource:
@@ -132,11 +128,12 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
                     bad[index] = error.reason
             return len(chunk)
 
-        with _progress(f"decoding {source.name}", len(source), progress) as advance:
+        with progress_bar(f"decoding {source.name}", len(source), progress) as advance:
             for done in pool.map(fill, _chunks(len(source))):
                 advance(done)
-    if isinstance(source, ParquetSource):
-        source.release()  # its row groups; from here on only its keys are asked for
+    release = getattr(source, "release", None)
+    if release is not None:
+        release()  # open files and row groups; from here on only its keys are asked for
     return InMemorySource(
         pixels,
         shapes,
@@ -242,30 +239,3 @@ def _shared_block(size: int) -> Tensor:
     if 0 < size < 0.8 * room:
         block.share_memory_()  # type: ignore[no-untyped-call]
     return block
-
-
-@contextmanager
-def _progress(what: str, total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """Something to look at on stderr when the wait is long: a bar on a terminal, else a line."""
-    if not wanted:
-        yield lambda count: None
-    elif sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda count: bar.advance(task, count)
-    else:
-        start = time.monotonic()
-        done = 0
-        told = False
-
-        def advance(count: int) -> None:
-            nonlocal done, told
-            done += count
-            if not told and done < total and time.monotonic() - start > _QUIET_SECONDS:
-                told = True
-                print(f"{what}: {total} images", file=sys.stderr, flush=True)
-
-        yield advance

@@ -57,6 +57,11 @@ class GroupedOrder:
         first = np.arange(self.lanes) * self._lane_length + step * share
         return np.concatenate([self._between(begin, begin + share) for begin in first.tolist()])
 
+    def line(self, epoch: int) -> Indices:
+        """All samples, one after the other: (N,)."""
+        self._start(epoch)
+        return self._between(0, int(self._counts.sum()))
+
     def _start(self, epoch: int) -> None:
         self._epoch = epoch
         self._line = permutation(len(self._starts), self._seed, epoch, 0)

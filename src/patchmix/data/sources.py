@@ -1,4 +1,4 @@
-"""Where images come from: a name, a folder or parquet files → a Source.
+"""Where images come from: a name, a folder, parquet files or shards → a Source.
 
 Splits are "train" and "test". In a folder, "test" is the first there is of val/, validation/, test/.
 """
@@ -13,6 +13,8 @@ from patchmix.data.memory import InMemorySource, check_decodable, in_memory
 from patchmix.data.named import cifar_source, find_folder, imagenet_root
 from patchmix.data.parquet import ParquetSource
 from patchmix.data.shapes import shapes_source
+from patchmix.data.shard_names import by_split, find_shards, names_shards, shards_in
+from patchmix.data.shards import open_shards
 
 __all__ = [
     "DecodeError",
@@ -26,7 +28,10 @@ __all__ = [
 ]
 
 NAMES = ("shapes", "cifar10", "cifar100", "imagenet")
-FORMS = f"a name ({', '.join(NAMES)}), a folder of images, a folder with train/ and val/, or a parquet file or folder"
+FORMS = (
+    f"a name ({', '.join(NAMES)}), a folder of images, a folder with train/ and val/, a parquet file or folder, "
+    "or .tar shards (a folder, a pattern, URLs)"
+)
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("val", "validation", "test")}
 
 
@@ -45,7 +50,7 @@ def open_source(
     splits = _splits(data)
     if split not in splits:
         raise ValueError(f"{str(data)!r} has no split {split!r}; it has {', '.join(map(repr, splits))}")
-    return in_memory(_open(data, split, class_folders), cache_bytes, progress)
+    return in_memory(_open(data, split, class_folders, progress), cache_bytes, progress)
 
 
 def has_split(data: str | Path, split: Split) -> bool:
@@ -53,10 +58,12 @@ def has_split(data: str | Path, split: Split) -> bool:
     return split in _splits(data)
 
 
-def _open(data: str | Path, split: Split, class_folders: bool) -> Source:
+def _open(data: str | Path, split: Split, class_folders: bool, progress: bool) -> Source:
     if isinstance(data, str) and _base_name(data) == "shapes":
         return shapes_source(split, _shapes_length(data) if split == "train" else None)
     title = f"{data} ({split})"
+    if names_shards(str(data)):
+        return open_shards(find_shards(str(data))[split], name=title, progress=progress)
     root = _local(data)
     if root is None:
         assert isinstance(data, str)
@@ -64,6 +71,9 @@ def _open(data: str | Path, split: Split, class_folders: bool) -> Source:
     files = _parquet_files(root)
     if files:
         return ParquetSource(files[split], name=title)
+    shards = shards_in(root)
+    if shards:
+        return open_shards(shards[split], name=title, progress=progress)
     folder = _split_folder(root, split)
     if folder is None:
         classes = class_names(root) if class_folders else None
@@ -83,6 +93,9 @@ def _splits(data: str | Path) -> tuple[Split, ...]:
     if isinstance(data, str) and _base_name(data) == "shapes":
         _shapes_length(data)
         return both
+    if names_shards(str(data)):
+        shards = find_shards(str(data))
+        return tuple(split for split in both if split in shards)
     root = _local(data)
     if root is None:
         return both
@@ -90,7 +103,10 @@ def _splits(data: str | Path) -> tuple[Split, ...]:
     if files:
         return tuple(split for split in both if split in files)
     if root.is_file():
-        raise ValueError(f"{str(data)!r} is a file that is not parquet; DATA is {FORMS}")
+        raise ValueError(f"{str(data)!r} is a file that is neither parquet nor a .tar; DATA is {FORMS}")
+    shards = shards_in(root)
+    if shards:
+        return tuple(split for split in both if split in shards)
     if _split_folder(root, "train") is None:
         return ("train",)
     return tuple(split for split in both if _split_folder(root, split) is not None)
@@ -150,19 +166,5 @@ def _parquet_files(root: Path) -> dict[Split, list[Path]]:
     # Two levels are what the Hugging Face hub's layout needs; a deep folder of images is not searched.
     found = [path for pattern in ("*.parquet", "*/*.parquet") for path in sorted(root.glob(pattern))]
     found = [path for path in found if not path.relative_to(root).as_posix().startswith(".")]
-    groups: dict[str, list[Path]] = {}
-    for path in found:
-        for part in (path.name, path.parent.name if path.parent != root else ""):
-            word = next((w for w in ("train", "validation", "val", "test") if part.startswith(w)), None)
-            if word is not None:
-                groups.setdefault("val" if word == "validation" else word, []).append(path)
-                break
-    if found and not groups:
-        return {"train": found}
-    splits: dict[Split, list[Path]] = {}
-    if "train" in groups:
-        splits["train"] = groups["train"]
-    test = groups.get("val") or groups.get("test")
-    if test:
-        splits["test"] = test
-    return splits
+    splits = by_split([str(path) for path in found], str(root))
+    return {split: [Path(name) for name in names] for split, names in splits.items()}

@@ -1,0 +1,254 @@
+"""Any source → tar shards of the webdataset layout with an index beside them.
+
+A shard is written under another name and gets its own when it is complete, so a call that was interrupted can be run
+again and does the rest. A file SPLIT-job.json says what the shards were made from.
+"""
+
+import io
+import json
+import re
+import tarfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from patchmix.data.atomic import PARTIAL, whole_file
+from patchmix.data.contract import Encoded, Indices, Source, Split, groups_of
+from patchmix.data.decode import DecodeError, Pixels, size_of
+from patchmix.data.order import GroupedOrder
+from patchmix.data.progress import progress_bar
+from patchmix.data.randomness import permutation
+from patchmix.data.shard_index import ShardIndex, join, scanned
+from patchmix.data.sources import has_split, open_source
+
+_SEED = 0  # of the order in which samples are written
+_WEIGHED = 256  # samples whose mean size stands for all
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
+_MAGIC = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM", "bmp"))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What decides every byte of the shards."""
+
+    data: str
+    fingerprint: str
+    split: Split
+    samples: int
+    per_shard: int
+    shuffle: bool
+    quality: int | None
+    version: int = 1
+
+
+@dataclass(frozen=True)
+class Written:
+    """What came of a split."""
+
+    split: Split
+    shards: int
+    samples: int
+    left_out: tuple[str, ...]  # "key: reason"
+    bytes: int
+
+
+def write_shards(
+    data: str | Path,
+    out: Path,
+    *,
+    split: Split | None = None,
+    shard_size: str | None = None,
+    per_shard: int | None = None,
+    workers: int = 4,
+    quality: int | None = None,
+    shuffle: bool = True,
+    progress: bool = True,
+) -> list[Written]:
+    """Writes OUT/train-000000.tar … with train-index.safetensors, the same for the test split, and checks them.
+
+    Files keep their bytes; pixels that come without a file become PNG. `quality`: JPEG of this quality instead.
+    """
+    if shard_size is not None and per_shard is not None:
+        raise ValueError("both a shard size and a number per shard are given; take --shard-size or --per-shard")
+    if per_shard is not None and per_shard < 1:
+        raise ValueError(f"{per_shard} images per shard must be at least 1; take --per-shard 1000")
+    if quality is not None and not 1 <= quality <= 100:
+        raise ValueError(f"quality {quality} must be in 1…100; leave it out to keep the files as they are")
+    if workers < 1:
+        raise ValueError(f"workers {workers} must be at least 1; take --workers 1")
+    size = parse_bytes(shard_size or "256MB")
+    if split is not None:
+        splits: list[Split] = [split]
+    else:
+        splits = [known for known in ("train", "test") if has_split(data, known)]
+    written = []
+    for chosen in splits:
+        source = _open(data, chosen, progress)
+        count = per_shard or max(1, min(len(source), round(size / _mean_bytes(source, quality))))
+        job = Job(str(data), source.fingerprint(), chosen, len(source), count, shuffle, quality)
+        written.append(_write_split(source, out, job, workers, progress))
+    return written
+
+
+def parse_bytes(text: str) -> int:
+    """ "256MB" → 256,000,000."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"shard size {text!r} must be a number with KB, MB or GB, such as 256MB")
+    return max(1, round(float(match[1]) * _UNITS[match[2].upper()]))
+
+
+def _open(data: str | Path, split: Split, progress: bool) -> Source:
+    """Nothing is decoded in advance; sub-folders are labels where all images lie in one."""
+    try:
+        return open_source(data, split, class_folders=True, cache_bytes=0, progress=progress)
+    except ValueError:
+        return open_source(data, split, cache_bytes=0, progress=progress)
+
+
+def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bool) -> Written:
+    shards = -(-job.samples // job.per_shard)
+    names = [f"{job.split}-{number:06d}.tar" for number in range(shards)]
+    _claim(out, job, set(names))
+    order = _order(source, job.shuffle)
+    stop = threading.Event()
+    left_out: list[str] = []
+
+    def write(number: int) -> int:
+        positions = order[number * job.per_shard : (number + 1) * job.per_shard]
+        if (out / names[number]).exists():  # by an earlier call
+            return len(positions)
+        bad: list[str] = []
+        with whole_file(out / names[number]) as file, tarfile.open(fileobj=file, mode="w") as tar:
+            for position in positions.tolist():
+                if stop.is_set():
+                    raise InterruptedError("another shard failed")
+                try:
+                    _add_sample(tar, source, position, job.quality)
+                except DecodeError as error:
+                    bad.append(str(error))
+        left_out.extend(bad)
+        return len(positions)
+
+    with (
+        ThreadPoolExecutor(workers) as pool,
+        progress_bar(f"writing {source.name} to {out}", job.samples, progress) as advance,
+    ):
+        try:
+            for done in pool.map(write, range(shards)):
+                advance(done)
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    index = _index(out, names, source, job, left_out)
+    index.save(out / f"{job.split}-index.safetensors")
+    return Written(job.split, shards, len(index.offsets), tuple(sorted(left_out)), int(index.shard_bytes.sum()))
+
+
+def _claim(out: Path, job: Job, shards: set[str]) -> None:
+    """Makes `out` this job's; raises ValueError where something else is in it. Remains of an interrupted call go."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{str(out)!r} is a file; give a folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    mine = f"{job.split}-job.json"
+    record = out / mine
+    described = json.dumps(asdict(job), indent=2) + "\n"
+    same = record.is_file() and _without_place(record.read_text("utf-8")) == _without_place(described)
+    known = re.compile(r"(train|test)-(\d{6}\.tar|index\.safetensors|job\.json)")
+    for path in sorted(out.iterdir()):
+        if path.name.startswith(f".{job.split}-") and path.name.endswith(PARTIAL):
+            path.unlink()
+        elif not known.fullmatch(path.name) or (path.name.startswith(f"{job.split}-") and not same):
+            raise ValueError(
+                f"{str(out)!r} holds {path.name!r}, which is not of this job; give an empty folder with --out, "
+                "or the same data and settings to go on"
+            )
+    if not same:
+        with whole_file(record) as file:
+            file.write(described.encode())
+
+
+def _without_place(text: str) -> dict[str, object]:
+    """A job without the name of its data, which may have moved; {} for what is no job."""
+    try:
+        job = dict(json.loads(text))
+    except ValueError:
+        return {}
+    job.pop("data", None)
+    return job
+
+
+def _order(source: Source, shuffle: bool) -> Indices:
+    """Positions in the order of writing: (N,). Shuffled, because readers mix within a window of shards only."""
+    if not shuffle:
+        return np.arange(len(source), dtype=np.int64)
+    groups = groups_of(source)
+    if groups is None or len(groups.starts) < 2:
+        return permutation(len(source), _SEED)
+    return GroupedOrder(groups, len(source), 1, _SEED).line(0)
+
+
+def _mean_bytes(source: Source, quality: int | None) -> float:
+    """How much of a shard a sample takes."""
+    sizes = []
+    for position in np.linspace(0, len(source) - 1, min(_WEIGHED, len(source))).round().astype(int).tolist():
+        try:
+            sizes.append(len(_image_file(source, position, quality)[0]))
+        except DecodeError:
+            continue
+    blocks = [1 + -(-size // 512) for size in sizes] or [1]
+    return 512 * (sum(blocks) / len(blocks) + (2 if source.labels is not None else 0))
+
+
+def _add_sample(tar: tarfile.TarFile, source: Source, position: int, quality: int | None) -> None:
+    data, extension = _image_file(source, position, quality)
+    key = f"{position:09d}"
+    files = [(f"{key}.{extension}", data)]
+    if source.labels is not None:
+        files.append((f"{key}.cls", str(int(source.labels[position])).encode()))
+    for name, content in files:
+        header = tarfile.TarInfo(name)
+        header.size, header.mode = len(content), 0o644
+        tar.addfile(header, io.BytesIO(content))
+
+
+def _image_file(source: Source, position: int, quality: int | None) -> tuple[bytes, str]:
+    """An image file's bytes and its extension. Raises DecodeError where even the header cannot be read."""
+    if quality is not None:
+        return _encode(source.load(position), ".jpg", cv2.IMWRITE_JPEG_QUALITY, quality), "jpg"
+    if not isinstance(source, Encoded):
+        return _encode(source.load(position), ".png", cv2.IMWRITE_PNG_COMPRESSION, 6), "png"
+    data = source.encoded(position)
+    size_of(data, source.key(position))
+    return data, next((extension for magic, extension in _MAGIC if data.startswith(magic)), "tif")
+
+
+def _encode(pixels: Pixels, kind: str, option: int, value: int) -> bytes:
+    done, data = cv2.imencode(kind, cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), [option, value])
+    assert done, f"OpenCV cannot write {kind}"
+    return bytes(data.tobytes())
+
+
+def _index(out: Path, names: list[str], source: Source, job: Job, left_out: list[str]) -> ShardIndex:
+    """Reads the shards back; raises ValueError where they do not hold what they should."""
+
+    def parts() -> Iterator[ShardIndex]:
+        for name in names:
+            with (out / name).open("rb", buffering=0) as file:
+                yield scanned(file, name)
+
+    index = join(list(parts()))
+    damaged = [f"{name} ({text})" for name, text in zip(index.shards, index.skipped, strict=True) if text]
+    numbers = np.array([int(index.names[i][:9]) for i in range(len(index.names))], np.int64)
+    missing = job.samples - len(np.unique(numbers))
+    wrong = source.labels is not None and not np.array_equal(index.labels, source.labels[numbers])
+    if damaged or wrong or len(numbers) != len(np.unique(numbers)) or missing < len(left_out):
+        what = damaged[0] if damaged else f"{len(numbers)} samples, {missing} missing, {len(left_out)} left out"
+        raise ValueError(f"the shards in {str(out)!r} do not hold what was written ({what}); remove them, write again")
+    return ShardIndex(**{**vars(index), "classes": source.classes})

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import http.server
+import multiprocessing
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from patchmix.data import remote
+from patchmix.data.shards import ShardSource
+from patchmix.data.sources import open_source
+from patchmix.data.write_shards import write_shards
+from tests.data.test_shards import IMAGES, shard
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "PAUSE", 0.0)
+    return tmp_path / "cache" / "shards" / "fetched"
+
+
+def opened(data: str) -> ShardSource:
+    source = open_source(data, cache_bytes=0, progress=False)
+    assert isinstance(source, ShardSource)
+    return source
+
+
+class Server:
+    """Serves a folder on this machine, notes what is asked for, and fails as often as it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.asked: list[str] = []
+        self.failures = 0
+        self.cut = False
+        outer = self
+
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.asked.append(self.path)
+                if self.path.endswith(".tar") and outer.failures > 0:
+                    outer.failures -= 1
+                    self.send_error(503)
+                    return
+                if outer.cut and self.path.endswith(".tar"):
+                    data = (folder / self.path[1:]).read_bytes()
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data[:700])
+                    return
+                super().do_GET()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        def handler(*args: object) -> Handler:
+            return Handler(*args, directory=str(folder))  # type: ignore[arg-type]
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)  # type: ignore[arg-type]
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def shards_asked(self) -> list[str]:
+        return [path for path in self.asked if path.endswith(".tar")]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    folder = tmp_path / "served"
+    folder.mkdir()
+    for number in range(6):
+        (folder / f"part-{number}.tar").write_bytes(shard(number * 10, 10))
+    made = Server(folder)
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_over_http_each_shard_is_fetched_once(server: Server, cache: Path) -> None:
+    source = opened(f"{server.url}/part-{{0..5}}.tar")
+    for index in (59, 3, 30):
+        np.testing.assert_array_equal(source.load(index), IMAGES[index])
+    assert source.key(30) == "part-3.tar/0030.png"
+    assert sorted(server.shards_asked()) == [f"/part-{number}.tar" for number in range(6)]
+    again = opened(f"{server.url}/part-{{0..5}}.tar")  # a second start finds index and files
+    np.testing.assert_array_equal(again.load(42), IMAGES[42])
+    assert len(server.shards_asked()) == 6
+    assert again.fingerprint() == source.fingerprint()
+    assert not [path for path in cache.iterdir() if path.name.endswith(".part")]
+
+
+def test_with_an_index_nothing_is_fetched_before_it_is_needed(server: Server, tmp_path: Path) -> None:
+    write_shards("shapes:40", tmp_path / "served" / "w", split="train", per_shard=10, progress=False)
+    source = opened(f"{server.url}/w/train-{{000000..000003}}.tar")
+    assert len(source) == 40
+    assert source.classes is not None
+    assert server.shards_asked() == []
+    source.load(25)
+    assert server.shards_asked() == ["/w/train-000002.tar"]
+
+
+def test_a_server_that_recovers_is_waited_for(server: Server) -> None:
+    server.failures = 3
+    assert len(opened(f"{server.url}/part-0.tar")) == 10
+    assert len(server.shards_asked()) == 4
+
+
+def test_one_that_does_not_is_named(server: Server) -> None:
+    with pytest.raises(ValueError, match=r"part-9\.tar' cannot be fetched \(HTTP 404; 4 tries\)") as caught:
+        opened(f"{server.url}/part-{{9..9}}.tar")
+    assert "\n" not in str(caught.value)
+    server.cut = True
+    with pytest.raises(ValueError, match=r"part-1\.tar' cannot be fetched \(700 bytes arrived, not \d+; 4 tries\)"):
+        opened(f"{server.url}/part-1.tar")
+
+
+def test_the_folder_is_bounded_and_the_oldest_go(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(shard(0, 10))
+    monkeypatch.setenv("PATCHMIX_CACHE_GB", str(2.5 * size / 2**30))
+    source = opened(f"{server.url}/part-{{0..5}}.tar")
+    for index in (5, 15, 25, 35, 45, 55, 5):
+        np.testing.assert_array_equal(source.load(index), IMAGES[index])
+        assert sum(path.stat().st_size for path in cache.glob("*.tar")) <= 2.5 * size
+    source.release()
+    server.asked.clear()
+    source.load(56)  # used last but one: still there
+    assert server.asked == []
+    source.load(16)
+    assert server.asked == ["/part-1.tar"]
+
+
+def _load(source: ShardSource, answers: multiprocessing.SimpleQueue[int]) -> None:
+    answers.put(int(source.load(55).sum()))
+
+
+def test_several_processes_fetch_once(server: Server, tmp_path: Path) -> None:
+    write_shards("shapes:60", tmp_path / "served" / "w", split="train", per_shard=10, progress=False)
+    source = opened(f"{server.url}/w/train-{{000000..000005}}.tar")
+    context = multiprocessing.get_context("fork")
+    answers: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
+    workers = [context.Process(target=_load, args=(source, answers)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    assert len({answers.get() for _ in workers}) == 1
+    for worker in workers:
+        worker.join()
+    assert server.shards_asked() == ["/w/train-000005.tar"]
+
+
+class TestFsspec:
+    @pytest.fixture(autouse=True)
+    def _memory(self) -> Iterator[None]:
+        fsspec = pytest.importorskip("fsspec")
+        system = fsspec.filesystem("memory")
+        for number in range(3):
+            system.pipe_file(f"/bucket/train-{number}.tar", shard(number * 10, 10))
+        system.pipe_file("/bucket/val-0.tar", shard(50, 10))
+        yield
+        system.rm("/bucket", recursive=True)
+
+    @pytest.mark.parametrize(
+        "data", ["memory://bucket/train-{0..2}.tar", "memory://bucket/tr*.tar", "memory://bucket/"]
+    )
+    def test_braces_patterns_and_folders(self, data: str) -> None:
+        source = opened(data)
+        assert len(source) == 30
+        np.testing.assert_array_equal(source.load(25), IMAGES[25])
+
+    def test_splits(self) -> None:
+        source = open_source("memory://bucket", "test", cache_bytes=0, progress=False)
+        np.testing.assert_array_equal(source.load(0), IMAGES[50])
+
+    def test_a_missing_one_and_an_unknown_protocol(self) -> None:
+        with pytest.raises(ValueError, match=r"train-7\.tar' cannot be fetched \(no such file; 4 tries\)"):
+            opened("memory://bucket/train-{7..7}.tar")
+        with pytest.raises(ValueError, match=r"cannot be fetched .*install fsspec"):
+            opened("nosuch://bucket/train-0.tar")
+
+
+class TestPipe:
+    def test_is_off_unless_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("PATCHMIX_ALLOW_PIPE", raising=False)
+        with pytest.raises(ValueError, match="set PATCHMIX_ALLOW_PIPE=1"):
+            opened("pipe:cat x.tar")
+
+    def test_runs_a_program_without_a_shell(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATCHMIX_ALLOW_PIPE", "1")
+        (tmp_path / "a b.tar").write_bytes(shard(0, 10))
+        np.testing.assert_array_equal(opened(f"pipe:cat '{tmp_path}/a b.tar'").load(3), IMAGES[3])
+        with pytest.raises(ValueError, match=r"cannot be fetched \(exit code 1.*; 4 tries\)"):
+            opened(f"pipe:cat {tmp_path}/none.tar $(touch {tmp_path}/hacked) `touch {tmp_path}/hacked`")
+        assert not (tmp_path / "hacked").exists()
+        for wrong in ("pipe:cat a.tar | gzip -d", "pipe:cat a.tar ; rm b.tar", "pipe:", "pipe:cat 'a.tar"):
+            with pytest.raises(ValueError, match=r"put the rest into a script|open quote"):
+                opened(wrong)
+
+    def test_half_of_an_answer_is_not_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+        monkeypatch.setenv("PATCHMIX_ALLOW_PIPE", "1")
+        script = tmp_path / "half.py"
+        script.write_text("import sys; sys.stdout.write('x' * 5000); sys.exit(3)")
+        with pytest.raises(ValueError, match="exit code 3"):
+            opened(f"pipe:{sys.executable} {script} a.tar")
+        assert not [path for path in cache.iterdir() if not path.name.endswith(".lock")]
