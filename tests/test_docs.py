@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 import torch
 
+from patchmix.build import METHODS
 from patchmix.cli import main
 from patchmix.data.sources import open_source
 from patchmix.interop.encoder_file import EncoderFile
+from patchmix.study.ablation_rows import rows_of
 from tests.evaluate.detection.conftest import write_split
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,7 +76,7 @@ def prepare(words: list[str], template: Path) -> None:
         for split in ("train2017", "val2017"):
             write_split(Path("coco"), split, 4)
     verb = words[0]
-    if verb not in ("pretrain", "import"):
+    if verb not in ("pretrain", "ablate", "import"):
         outs = {words[i + 1] for i, word in enumerate(words[:-1]) if word == "--out"}
         for word in words[1:]:
             if word.startswith("runs/") and word not in outs and not Path(word).exists():
@@ -96,6 +98,13 @@ def shortened(words: list[str]) -> list[str]:
         small += [part for setting in settings for part in ("--set", setting)]
         small += [] if "--workers" in small else ["--workers", "0"]
         small += [] if {"--epochs", "--budget"} & set(small) else ["--epochs", "1"]
+    elif verb == "ablate":
+        heads = [*SMALL_HEADS, "method.head_bottleneck=16"] if small[1] == "method" else SMALL_HEADS
+        small += [part for setting in (*SMALL_RUN, *heads) for part in ("--set", setting)]
+        small += [] if "--workers" in small else ["--workers", "0"]
+        small += [] if {"--epochs", "--budget"} & set(small) else ["--epochs", "1"]
+        if "--rows" not in small:  # one of them
+            small += ["--rows", rows_of(small[1], METHODS)[-1].name]
     elif verb in ("linear", "finetune"):
         small += [] if "--epochs" in small else ["--epochs", "1"]
         small += [] if "--workers" in small else ["--workers", "0"]

@@ -123,10 +123,40 @@ def test_the_closed_form_is_what_runs(method: str) -> None:
     built, sizes = small(method)
     views = [torch.randn(2, 3, 32, 32) for _ in range(2)] + [torch.randn(2, 3, 16, 16) for _ in range(2)]
     counted = count_flops(built, views)
-    expected = method_flops(method, sizes, batch=2, attention=True, local_crops=2, local_size=16)
+    as_it_runs = {"batch": 2, "attention": True, "class_token": True, "local_crops": 2, "local_size": 16}
+    expected = method_flops(method, sizes, **as_it_runs)
     # Left out of the closed form: similarities between embeddings, weight gradients of constants, image gradients.
     assert counted.total == pytest.approx(expected, rel=0.01), counted.total / expected
     assert all(p.grad is None for p in built.parameters())
+
+
+OTHER_HEADS: dict[str, dict[str, Any]] = {
+    "simclr": {"head_layers": 3, "head_hidden": 64, "head_out": 32},
+    "byol": {"head_hidden": 64, "head_out": 32},
+    "swav": {"prototypes": 200, "head_hidden": 64, "head_out": 32},
+    "dino": {"head_hidden": 64, "head_bottleneck": 32, "head_out": 500},
+    "ibot": {
+        "head_hidden": 64,
+        "head_bottleneck": 32,
+        "head_out": 500,
+        "mask_probability": 1.0,
+        "mask_ratio": [0.3, 0.3],
+    },
+    **{name: {"head_hidden": 96, "head_out": 24} for name in HEADS_OF_SIZES},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_closed_form_follows_the_methods_options(method: str) -> None:
+    options = OTHER_HEADS[method]
+    torch.manual_seed(0)
+    frozen = {"frozen_patch_embed": False} if method in ("mocov3", "sdmp") else {}
+    encoder = create_encoder("vit_tiny_patch4_32", dim=48, depth=2, heads=2)
+    built = REGISTERED[method](encoder, **options, **frozen).train()
+    counted = count_flops(built, [torch.randn(2, 3, 32, 32) for _ in range(2)]).total
+    as_it_runs: dict[str, Any] = {"batch": 2, "attention": True, "class_token": True}
+    assert method_flops(method, Sizes(32, 4, 48, 2), options=options, **as_it_runs) == pytest.approx(counted, rel=0.02)
+    assert method_flops(method, Sizes(32, 4, 48, 2), **as_it_runs) != pytest.approx(counted, rel=0.05)
 
 
 def test_the_table_prints_the_paper_beside_ours() -> None:

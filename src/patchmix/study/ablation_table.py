@@ -282,7 +282,8 @@ def _draw_over_cost(axis: Axes, table: Ablated, key: str) -> None:
             axis.errorbar([cost], [value], yerr=bar, fmt="o", color=color, capsize=3, markersize=4, label=row.name)
     axis.set_xscale("log")
     axis.set_xlabel("images seen" if by_length else "GFLOPs of training an image")
-    axis.legend(fontsize=7)
+    if axis.containers:
+        axis.legend(fontsize=7)
 
 
 def _point(table: Ablated, row: AblationRow, key: str) -> tuple[float, float, float] | None:

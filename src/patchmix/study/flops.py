@@ -1,15 +1,17 @@
 """What one training iteration costs, for every method: in closed form, and counted while it runs.
 
 2 FLOPs a multiply-add, backward = 2 × forward. The paper's cost column (Table "cifar") counts linear and patch layers
-and heads at batch 2 and leaves out attention's two matrix products; `attention=True` adds them. Norms, activations and
-the small products of embeddings with each other are left out of both.
+and heads at batch 2 and leaves out attention's two matrix products; `attention=True` adds them, and `class_token=True`
+leaves out what the last block would do for tokens that nobody uses. Norms, activations and the small products of
+embeddings with each other are left out of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -73,13 +75,20 @@ def encoder_parameters(sizes: Sizes) -> int:
     return embedding + sizes.depth * (12 * d * d + 13 * d) + 2 * d
 
 
-def encoder_flops(sizes: Sizes, *, attention: bool = False) -> int:
-    """One image through the ViT: patch embedding and blocks with an MLP of four times the width."""
+def encoder_flops(sizes: Sizes, *, attention: bool = False, class_token: bool = False) -> int:
+    """One image through the ViT: patch embedding and blocks with an MLP of four times the width.
+
+    class_token: the last block works for the class token only, as it does here where nobody asks for the others.
+    """
     tokens, d = sizes.patches + 1, sizes.dim
     embedding = 2 * sizes.patches * sizes.in_chans * sizes.patch_size**2 * d
-    linear = 2 * tokens * 12 * d * d  # qkv 3d², projection d², MLP 8d²
-    scores = 2 * 2 * tokens * tokens * d if attention else 0  # q·kᵀ and its product with v
-    return embedding + sizes.depth * (linear + scores)
+
+    def block(asked: int) -> int:
+        linear = 2 * d * d * (2 * tokens + 10 * asked)  # keys and values 2d²; queries and projection 2d², MLP 8d²
+        scores = 2 * 2 * asked * tokens * d if attention else 0  # q·kᵀ and its product with v
+        return linear + scores
+
+    return embedding + (sizes.depth - 1) * block(tokens) + block(1 if class_token else tokens)
 
 
 def mlp_flops(*widths: int) -> int:
@@ -113,54 +122,83 @@ class Iteration:
     momentum_head: int
     extra_online: int = 0  # heads beyond one a view: patch tokens, regions
     extra_momentum: int = 0
+    online_all_tokens: int = 0  # of the online views, those whose patch tokens are used, too
+    momentum_all_tokens: int = 0
 
 
-def iteration(method: str, sizes: Sizes) -> Iteration:
-    """What each method does with its default heads (PatchMix, MoCo v3, SDMP, RegionCL: those of `sizes`)."""
+def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = None) -> Iteration:
+    """What each method does; `options` are its own, where they differ from its defaults.
+
+    The heads of PatchMix, MoCo v3, SDMP and RegionCL are those of `sizes`, unless the options say otherwise.
+    """
+    given = dict(options or {})
     d = sizes.dim
+    if method in ("patchmix", "mocov3", "sdmp", "regioncl"):
+        heads = {key: given[key] for key in ("head_hidden", "head_out") if key in given}
+        sizes = replace(sizes, **heads)
     project = projector_flops(sizes)
     query = project + predictor_flops(sizes)
-    byol = mlp_flops(d, 4096, 256)
-    distil = mlp_flops(d, 2048, 2048, 256, 65536)
-    token = mlp_flops(d, 2048, 2048, 256, 8192)
-    masked = 2 * round(0.5 * 0.3 * sizes.patches)  # half of the views, three tenths of their patches
-    embedded = 2 * sizes.patches * mlp_flops(d, 2048, 2048, 256) + masked * mlp_flops(256, 8192)
-    known = {
-        "patchmix": Iteration(2, 3, 2, query, project),
-        "mocov3": Iteration(2, 2, 1, query, project),
-        "sdmp": Iteration(2, 3, 1, query, project),
-        "regioncl": Iteration(2, 1, 1, query, project, extra_online=query),
-        "simclr": Iteration(2, 0, 1, mlp_flops(d, 2048, 128), 0),
-        "byol": Iteration(2, 2, 1, byol + mlp_flops(256, 4096, 256), byol),
-        "swav": Iteration(2, 0, 1, mlp_flops(d, 2048, 128, 3000), 0),
-        "dino": Iteration(2, 2, 1, distil, distil),
-        "ibot": Iteration(2, 2, 1, token, token, extra_online=masked * token, extra_momentum=embedded),
-    }
-    if method not in known:
-        raise ValueError(f"method is {method!r}; FLOPs are known for {', '.join(known)}")
-    return known[method]
+
+    def widths(hidden: int, out: int) -> tuple[int, int]:
+        return given.get("head_hidden", hidden), given.get("head_out", out)
+
+    def distil(prototypes: int) -> tuple[int, int]:
+        """Of one token: to the bottleneck, and from there to the prototypes."""
+        hidden, out = widths(2048, prototypes)
+        bottleneck = given.get("head_bottleneck", 256)
+        return mlp_flops(d, hidden, hidden, bottleneck), mlp_flops(bottleneck, out)
+
+    if method == "patchmix":
+        return Iteration(2, 3, 2, query, project)
+    if method == "mocov3":
+        return Iteration(2, 2, 1, query, project)
+    if method == "sdmp":
+        return Iteration(2, 3, 1, query, project)
+    if method == "regioncl":
+        return Iteration(2, 1, 1, query, project, extra_online=query, online_all_tokens=1)
+    if method == "simclr":
+        hidden, out = widths(2048, 128)
+        return Iteration(2, 0, 1, mlp_flops(d, *[hidden] * (given.get("head_layers", 2) - 1), out), 0)
+    if method == "byol":
+        hidden, out = widths(4096, 256)
+        return Iteration(2, 2, 1, mlp_flops(d, hidden, out) + mlp_flops(out, hidden, out), mlp_flops(d, hidden, out))
+    if method == "swav":
+        return Iteration(2, 0, 1, mlp_flops(d, *widths(2048, 128), given.get("prototypes", 3000)), 0)
+    if method == "dino":
+        return Iteration(2, 2, 1, sum(distil(65536)), sum(distil(65536)))
+    if method == "ibot":
+        embed, score = distil(8192)
+        share = given.get("mask_probability", 0.5) * sum(given.get("mask_ratio", (0.1, 0.5))) / 2
+        masked = 2 * round(share * sizes.patches)
+        teacher = 2 * sizes.patches * embed + masked * score
+        return Iteration(2, 2, 1, embed + score, embed + score, masked * (embed + score), teacher, 2, 2)
+    raise ValueError(f"method is {method!r}; FLOPs are known for {', '.join(METHODS)}")
 
 
 def method_flops(
     method: str,
     sizes: Sizes,
     *,
+    options: Mapping[str, Any] | None = None,
     batch: int = 2,
     attention: bool = False,
+    class_token: bool = False,
     local_crops: int = 0,
     local_size: int = 96,
     patch_heads: bool = True,
 ) -> int:
-    """One training iteration of a method, in closed form.
+    """One training iteration of a method, in closed form; see `encoder_flops` and `iteration`.
 
+    With `attention` and `class_token` it is what runs here; without, it is counted as the paper does.
     `patch_heads=False` leaves out what iBOT's head does for patch tokens, as the paper's column seems to.
     """
-    steps = iteration(method, sizes)
-    view = encoder_flops(sizes, attention=attention)
-    crop = encoder_flops(replace(sizes, image_size=local_size), attention=attention)
-    online = steps.online_views * (view + steps.online_head)
+    steps = iteration(method, sizes, options)
+    view = encoder_flops(sizes, attention=attention, class_token=class_token)
+    rest = encoder_flops(sizes, attention=attention) - view  # of a view whose other tokens are needed, too
+    crop = encoder_flops(replace(sizes, image_size=local_size), attention=attention, class_token=class_token)
+    online = steps.online_views * (view + steps.online_head) + steps.online_all_tokens * rest
     online += local_crops * steps.local_views * (crop + steps.online_head)
-    momentum = steps.momentum_views * (view + steps.momentum_head)
+    momentum = steps.momentum_views * (view + steps.momentum_head) + steps.momentum_all_tokens * rest
     if patch_heads or method != "ibot":
         online, momentum = online + steps.extra_online, momentum + steps.extra_momentum
     return batch * (3 * online + momentum)
@@ -214,7 +252,7 @@ class FlopsRow:
     parameters: int  # of the encoder
     paper: float | None
     linear: int  # by the paper's way of counting
-    full: int  # with attention's products, and with iBOT's heads for patch tokens
+    full: int  # what runs here: with attention, all heads, and of the last block only what is needed
 
     @property
     def difference(self) -> float | None:
@@ -247,7 +285,9 @@ def flops_table(
             linear = method_flops(
                 method, sizes, batch=batch, local_crops=number, local_size=size, patch_heads=not as_paper
             )
-            full = method_flops(method, sizes, batch=batch, attention=True, local_crops=number, local_size=size)
+            full = method_flops(
+                method, sizes, batch=batch, attention=True, class_token=True, local_crops=number, local_size=size
+            )
             paper = PAPER_GFLOPS[method][MODELS.index(model)] * 1e9 if as_paper and same_crops else None
             rows.append(FlopsRow(method, model, number, size, encoder_parameters(sizes), paper, linear, full))
     return rows

@@ -43,23 +43,20 @@ def print_recipes(console: Console | None = None) -> None:
 
 def step_flops_per_image(config: Config) -> int | None:
     """FLOPs of a training step per image, with attention, forward and backward; None where no closed form is known."""
-    model, views, options = config.model, config.views, config.method.options
+    model, views = config.model, config.views
     try:
         sizes = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
-    except ValueError:
+        return method_flops(
+            config.method.name,
+            dataclasses.replace(
+                sizes, dim=model.dim or sizes.dim, depth=model.depth or sizes.depth, in_chans=model.in_chans
+            ),
+            options=config.method.options,
+            batch=1,
+            attention=True,
+            class_token=True,
+            local_crops=views.local_crops,
+            local_size=views.local_size,
+        )
+    except ValueError:  # another project's method or model
         return None
-    sizes = dataclasses.replace(
-        sizes,
-        dim=model.dim or sizes.dim,
-        depth=model.depth or sizes.depth,
-        head_hidden=options.get("head_hidden", sizes.head_hidden),
-        head_out=options.get("head_out", sizes.head_out),
-    )
-    return method_flops(
-        config.method.name,
-        sizes,
-        batch=1,
-        attention=True,
-        local_crops=views.local_crops,
-        local_size=views.local_size,
-    )

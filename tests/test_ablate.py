@@ -1,0 +1,257 @@
+"""`patchmix ablate` from its settings to its table: small real trainings on a folder of coloured noise."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from rich.console import Console
+from torch import Tensor
+
+from patchmix import build
+from patchmix.ablate import ablate, check_options, row_config
+from patchmix.cli import main
+from patchmix.config import Config
+from patchmix.evaluate.results import read_results
+from patchmix.methods.simclr import SimCLR
+from patchmix.run import pretrain
+from patchmix.study.ablation_rows import rows_of
+from patchmix.study.ablation_table import Ablated
+from patchmix.train.loop import Interrupted, NonFiniteLoss
+
+SETTINGS = [
+    *("model.dim=24", "model.depth=1", "model.heads=2", "runtime.monitor_every=0", "runtime.log_every=1"),
+    *("method.head_hidden=16", "method.head_out=8", "runtime.checkpoint_epochs=0.5"),
+]
+ARGUMENTS: dict[str, Any] = {"recipe": "demo", "epochs": 2, "batch_size": 16, "workers": 0, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 32), ("val", 12)):
+        for i in range(count):
+            path = root / split / "abc"[i % 3] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            colour = np.eye(3)[i % 3] * 160
+            cv2.imwrite(str(path), (random.integers(0, 90, (32, 32, 3)) + colour).clip(0, 255).astype(np.uint8))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "cache"))
+
+
+def run(ablation: str, data: Path, out: Path, rows: Sequence[str], **changed: Any) -> Ablated:
+    given = {**ARGUMENTS, "settings": SETTINGS, "console": Console(quiet=True), **changed}
+    return ablate(ablation, data, out, rows=rows, **given)
+
+
+def configs(ablation: str, *settings: str, **arguments: Any) -> dict[str, Config]:
+    rows = rows_of(ablation, build.METHODS)
+    given: dict[str, Any] = dict.fromkeys(("config", "model", "epochs", "budget", "batch_size", "workers", "device"))
+    given |= {"recipe": "paper", "model": "vit_small_patch2_32", **arguments}
+    check_options(rows, "shapes", given, settings)
+    return {row.name: row_config(row, "shapes", given, settings, seed=5) for row in rows}
+
+
+# --------------------------------------------------------------------------------------------------- configuration
+
+
+def test_rows_differ_in_what_is_studied_only() -> None:
+    mixes = {name: config.method.options for name, config in configs("mix").items()}
+    common = {"temperature": 0.2}
+    assert mixes["patchmix"] == {"mix": "patchmix", "num_mix": 3, **common}
+    assert mixes["cutmix+mixup"] == {"mix": "cutmix+mixup", "num_mix": 3, **common}
+    assert mixes["baseline"] == {"mix": "patchmix", "num_mix": 1, **common}
+    assert [c.method.options["num_mix"] for c in configs("num-mix").values()] == [1, 2, 3, 4]
+    assert all(config.train.seed == 5 for config in configs("num-mix").values())
+
+
+def test_terms_keep_the_recipes_weights() -> None:
+    printed = {name: list(c.method.options["weights"]) for name, c in configs("terms").items()}
+    assert printed == {
+        "oto": [1, 0, 0],
+        "mto": [0, 1, 0],
+        "mtm": [0, 0, 1],
+        "oto+mto": [1, 1, 0],
+        "oto+mto+mtm": [1, 1, 1],
+    }
+    official = configs("terms", recipe="official")
+    assert list(official["oto+mto"].method.options["weights"]) == [1, 0.5, 0]
+    given = configs("terms", "method.weights=[3, 2, 1]")
+    assert list(given["oto+mto+mtm"].method.options["weights"]) == [3, 2, 1]
+    with pytest.raises(ValueError, match="method simclr has no terms"):
+        configs("terms", "method.name=simclr")
+
+
+def test_lengths_are_shares_of_epochs_or_of_the_budget(tmp_path: Path) -> None:
+    by_epochs = configs("epochs", epochs=1600)
+    assert {n: (c.train.epochs, c.optim.warmup_epochs) for n, c in by_epochs.items()} == {
+        "eighth": (200, 25),
+        "quarter": (400, 50),
+        "half": (800, 100),  # the recipe's own warm-up of each length
+        "full": (1600, 100),
+    }
+    by_time = configs("epochs", budget="40min")
+    assert [c.train.budget_minutes for c in by_time.values()] == [5, 10, 20, 40]
+    assert {c.train.epochs for c in by_time.values()} == {800}
+    from patchmix.config import to_yaml
+
+    (tmp_path / "config.yaml").write_text(to_yaml(by_epochs["full"]))
+    again = configs("epochs", config=tmp_path, model=None)
+    assert [(c.train.epochs, c.optim.warmup_epochs) for c in again.values()][1:] == [(400, 25), (800, 50), (1600, 100)]
+
+
+def test_methods_have_their_own_options() -> None:
+    found = configs("method", "method.num_mix=2", "method.head_out=32", "method.momentum=0.9", "dino:optim.clip_grad=3")
+    assert list(found) == list(build.METHODS)
+    assert found["patchmix"].method.options == {"num_mix": 2, "temperature": 0.2, "head_out": 32, "momentum": 0.9}
+    assert found["dino"].method.options == {"head_out": 32, "momentum": 0.9}  # not PatchMix's temperature
+    assert found["simclr"].method.options == {"head_out": 32}
+    assert {name: c.optim.clip_grad for name, c in found.items() if c.optim.clip_grad} == {"dino": 3}
+    with pytest.raises(ValueError, match="unknown option of any method here: 'num_mixes'; did you mean 'num_mix'"):
+        configs("method", "method.num_mixes=2")
+    with pytest.raises(ValueError, match="unknown option of method dino: 'num_mix'"):
+        configs("method", "dino:method.num_mix=2")
+    with pytest.raises(ValueError, match=r"method\.momentum is 'high'"):
+        configs("method", "method.momentum=high")
+
+
+# -------------------------------------------------------------------------------------------------------- real runs
+
+
+def stamps(out: Path) -> dict[str, tuple[int, int]]:
+    """When each encoder was written, and how many results each run has."""
+    return {
+        path.parent.name: (path.stat().st_mtime_ns, len(read_results(path.parent)))
+        for path in sorted(out.glob("*/encoder.safetensors"))
+    }
+
+
+def test_two_rows_with_two_seeds_and_the_same_call_again(images: Path, tmp_path: Path) -> None:
+    table = run("num-mix", images, tmp_path / "a", ["m2", "m3"], seeds=[0, 1])
+    assert [(r.row, r.seed) for r in table.runs] == [("m2", 0), ("m3", 0), ("m2", 1), ("m3", 1)]
+    before = stamps(tmp_path / "a")
+    assert {name: results for name, (_, results) in before.items()} == dict.fromkeys(
+        ["m2-seed0", "m2-seed1", "m3-seed0", "m3-seed1"], 2
+    )
+    for each in table.runs:
+        assert each.images_seen == 64 and each.seconds and each.flops_per_image and each.health["rank"] > 1
+        assert set(each.results) == {"knn", "linear-fast"}
+        assert each.results["knn"].images == 12
+    again = run("num-mix", images, tmp_path / "a", ["m2", "m3"], seeds=[0, 1])
+    assert stamps(tmp_path / "a") == before
+    assert again == table
+    # Another protocol's result, and one of other weights, are not taken for ours.
+    (tmp_path / "a" / "m2-seed0" / "results.jsonl").write_text(
+        (tmp_path / "a" / "m3-seed0" / "results.jsonl").read_text()
+    )
+    third = run("num-mix", images, tmp_path / "a", ["m2", "m3"], seeds=[0, 1])
+    assert stamps(tmp_path / "a")["m2-seed0"][1] == 4
+    assert [r.results["knn"].weights for r in third.runs] == [r.results["knn"].weights for r in table.runs]
+
+
+def test_runs_of_plain_pretrain_are_adopted_and_others_refused(images: Path, tmp_path: Path) -> None:
+    """A plain run says nothing of the mix, which is PatchMix then, as the row spells out."""
+    out = tmp_path / "a"
+    plain = {**ARGUMENTS, "settings": SETTINGS, "seed": 0}
+    pretrain(images, out / "patchmix-seed0", **plain)
+    pretrain(images, out / "mixup-seed0", mix="mixup", **plain)
+    (out / "mixup-seed0" / "encoder.safetensors").unlink()  # as if it had been stopped at its last checkpoint
+    before = stamps(out)
+    table = run("mix", images, out, ["patchmix", "mixup"])
+    assert stamps(out)["patchmix-seed0"][0] == before["patchmix-seed0"][0]
+    assert stamps(out)["patchmix-seed0"][1] == 2
+    assert [r.images_seen for r in table.runs] == [64, 64]
+
+    with pytest.raises(ValueError, match=r"patchmix-seed0 holds .* \(optim.base_lr: 0.004 → 0.001\); choose another"):
+        run("mix", images, out, ["cutmix", "patchmix"], settings=[*SETTINGS, "optim.base_lr=1e-3"])
+    assert not (out / "cutmix-seed0").exists()  # found before anything was trained
+    with pytest.raises(ValueError, match="other images"):
+        run("mix", images / "val", out, ["patchmix"])
+
+
+def test_interrupted_and_continued(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run("method", images, tmp_path / "whole", ["simclr"], seeds=[0, 1])
+    stop_at = [2]
+
+    class Stopped(SimCLR):
+        def after_step(self, progress: float) -> None:
+            stop_at[0] -= 1
+            if stop_at[0] == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    out = tmp_path / "stopped"
+    monkeypatch.setitem(build.METHODS, "simclr", Stopped)
+    with pytest.raises(Interrupted):
+        run("method", images, out, ["simclr"], seeds=[0, 1])
+    assert (out / "simclr-seed0" / "checkpoints" / "last").exists()
+    assert not (out / "simclr-seed0" / "encoder.safetensors").exists()
+    table = run("method", images, out, ["simclr"], seeds=[0, 1])
+    weights = [[r.results["knn"].weights for r in t.runs] for t in (whole, table)]
+    assert weights[0] == weights[1]  # digests of the encoders
+
+
+class Broken(SimCLR):
+    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {"loss": super().forward(views)["loss"] * float("nan")}
+
+
+def test_a_failed_row_does_not_stop_the_others(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(build.METHODS, "broken", Broken)
+    out = tmp_path / "a"
+    with pytest.raises(NonFiniteLoss, match=r"1 of 2 runs failed: broken-seed0; the first: step 0: loss is nan"):
+        run("method", images, out, ["broken", "simclr"])
+    page = (out / "ablation.md").read_text()
+    assert "broken, seed 0, failed: step 0: loss is nan" in page
+    assert "| simclr | 1 of 1 |" in page and "| broken | 0 of 1, 1 failed |" in page
+
+    options = [part for setting in SETTINGS for part in ("--set", setting)]
+    words = ["ablate", "method", str(images), "--out", str(out), "--rows", "simclr", "broken", "--recipe", "demo"]
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--epochs", "2", "--batch-size", "16", "--workers", "0", "--device", "cpu", *options])
+    assert stop.value.code == 3
+    shown = capsys.readouterr()
+    assert "row 1 of 2: simclr, seed 0" in shown.out and "simclr-seed0 is trained" in shown.out.replace("\n", "")
+    assert "1 of 2 runs failed" in shown.err
+
+
+def test_without_labels(images: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for path in (images / "train").rglob("*.png"):
+        (flat / path.name).write_bytes(path.read_bytes())
+    table = run("num-mix", flat, tmp_path / "a", ["m2"])
+    assert table.judged_on is None and table.runs[0].results == {}
+    assert "Nothing has labels" in (tmp_path / "a" / "ablation.md").read_text()
+    judged = run("num-mix", flat, tmp_path / "a", ["m2"], test_data=images)
+    assert judged.judged_on == str(images) and set(judged.runs[0].results) == {"knn", "linear-fast"}
+    with pytest.raises(ValueError, match="has no labels"):
+        run("num-mix", flat, tmp_path / "a", ["m2"], test_data=flat)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seeds": [0, 0]}, "each of them once"),
+        ({"seeds": []}, "at least one"),
+        ({"budget": "1min"}, "give one of them"),
+        ({"settings": ["method.num_mix=2"]}, "is what ablation 'num-mix' decides"),
+        ({"rows": ["m9"]}, "unknown row 'm9'"),
+    ],
+)
+def test_mistakes(images: Path, tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run("num-mix", images, tmp_path / "a", **{"rows": ["m2"], **changed})
+    assert not (tmp_path / "a").exists()
