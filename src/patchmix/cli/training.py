@@ -20,6 +20,7 @@ def pretrain(
     model: Text = None,
     method: Text = None,
     mix: Text = None,
+    mix_across: bool = False,
     epochs: Number = None,
     budget: Text = None,
     batch_size: Count = None,
@@ -43,6 +44,7 @@ def pretrain(
         model: vit_{tiny,small,base}_patchP_S for any patch size P and image size S, or any timm ViT.
         method: patchmix, mocov3, simclr, byol, swav, dino, ibot, sdmp or regioncl; by default what the recipe says.
         mix: patchmix, mixup, cutmix, cutmix+mixup, resizemix or regionswap, for the methods that mix.
+        mix_across: Mix over the batch of all processes, not within each one's own part (patchmix only).
         epochs: Passes over the data; a shorter run keeps the recipe's proportion of warm-up.
         budget: Wall-clock time instead of epochs, such as 45min or 2h.
         batch_size: Images per optimiser step, over all processes.
@@ -78,7 +80,7 @@ def pretrain(
         resume=resume,
         init_from=init_from,
         wandb=wandb,
-        settings=settings,
+        settings=("method.mix_across=true", *settings) if mix_across else settings,
     )
 
 

@@ -17,11 +17,13 @@ class Method(nn.Module):
 
     encoder: nn.Module  # what is evaluated, exported, shipped
     generator: torch.Generator  # the method's own randomness; re-seeded before each pass from (seed, pass, rank)
+    shared_generator: torch.Generator  # the same on every process: re-seeded from (seed, pass)
     scalars: dict[str, float]  # numbers beside the losses that are worth a curve: momentum, temperature
 
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator()
+        self.shared_generator = torch.Generator()
         self.scalars = {}
 
     def before_step(self, progress: float) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from patchmix import distributed
 from patchmix.losses import Contrasts, place, smooth
 from patchmix.methods.method import Method, check_unit_interval
-from patchmix.mixing import create_mix, overlap
+from patchmix.mixing import Mix, Mixed, create_mix, overlap
 from patchmix.nn.heads import mlp_head
 from patchmix.nn.momentum import MomentumCopy
 from patchmix.nn.passes import project
@@ -41,6 +41,7 @@ class PatchMixMethod(Method):
             1.0,
         ),  # of origin-to-origin, mix-to-origin, mix-to-mix
         normalize_mix_to_mix: bool = False,  # False: ω as printed, a row sums to M
+        mix_across: bool = False,  # True: over the batch of all processes, not within each one's own part
         label_smoothing: float = 0.0,  # of origin-to-origin
         mixed_query: Literal[1, 2] = 1,  # which view is mixed to make the mixed query
         momentum_encoder: bool = True,
@@ -60,7 +61,9 @@ class PatchMixMethod(Method):
         self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
         self.predictor = mlp_head(2, head_out, head_hidden, head_out)
         self.momentum_copy = MomentumCopy(self._online()) if momentum_encoder else None
-        self.mix = create_mix(mix, patch_size=patch_size_of(encoder), num_mix=num_mix, generator=self.generator)
+        generator = self.shared_generator if mix_across else self.generator
+        self.mix = create_mix(mix, patch_size=patch_size_of(encoder), num_mix=num_mix, generator=generator)
+        self.mix_across = mix_across
         self.temperature = temperature
         self.weights = weights
         self.normalize_mix_to_mix = normalize_mix_to_mix
@@ -76,7 +79,7 @@ class PatchMixMethod(Method):
         if self.mixed_query == 2:
             x1, x2 = x2, x1
         mix = self.mix.for_one_step()
-        mix1, mix2 = mix(x1), mix(x2)  # Algorithm 2, lines 5-6
+        mix1, mix2 = self.mixed(mix, x1), self.mixed(mix, x2)  # Algorithm 2, lines 5-6
 
         n, k = len(x1), len(x1) * distributed.world_size()
         offset = distributed.rank() * n
@@ -86,8 +89,8 @@ class PatchMixMethod(Method):
         origin = smooth(place(torch.eye(n, device=x1.device), k, offset), self.label_smoothing)
         contrasts = [  # weight, query, key, target
             ("oto", self.weights[0], "2", "1", origin),  # Eq. 15
-            ("mto", self.weights[1], "mix1", "2", place(mix1.share, k, offset)),  # Eq. 13
-            ("mtm", self.weights[2], "mix1", "mix2", place(similarity, k, offset)),  # Eq. 14
+            ("mto", self.weights[1], "mix1", "2", self.own_rows(mix1.share, n)),  # Eq. 13
+            ("mtm", self.weights[2], "mix1", "mix2", self.own_rows(similarity, n)),  # Eq. 14
         ]
         contrasts = [each for each in contrasts if each[1] != 0]  # a term that is off costs no pass
 
@@ -102,12 +105,26 @@ class PatchMixMethod(Method):
         for name, weight, query, key, target in contrasts:
             terms.add(name, weight, [(h[query], z[key])], target)
         if local_crops:
-            mixed = [mix(crop) for crop in local_crops]
-            share = torch.cat([place(crop.share, k, offset) for crop in mixed])
+            mixed = [self.mixed(mix, crop) for crop in local_crops]
+            share = torch.cat([self.own_rows(crop.share, n) for crop in mixed])
             h_local, h_mix = self.queries(torch.cat(local_crops), torch.cat([crop.images for crop in mixed]))
             terms.add("local", 1.0, [(h_local, z["1"]), (h_local, z["2"])], origin.repeat(len(local_crops), 1))
             terms.add("mixlocal", 1.0, [(h_mix, z["1"]), (h_mix, z["2"])], share)
         return terms.total()  # Eq. 16
+
+    def mixed(self, mix: Mix, x: Tensor) -> Mixed:
+        """A process's own images mixed, share (N, N); or across processes its part of the whole mix, share (K, K)."""
+        if not self.mix_across:
+            return mix(x)
+        whole, start = mix(distributed.gather(x)), distributed.rank() * len(x)
+        return Mixed(whole.images[start : start + len(x)], whole.share)
+
+    def own_rows(self, target: Tensor, n: int) -> Tensor:
+        """What a process's N queries should be similar to among the keys of all: (N, N) or (K, K) → (N, K)."""
+        start = distributed.rank() * n
+        if self.mix_across:
+            return target[start : start + n]
+        return place(target, n * distributed.world_size(), start)
 
     def queries(self, *batches: Tensor) -> list[Tensor]:
         """H(G(F(x))) of each batch: one pass of the encoder, heads batch by batch for their batch norms."""

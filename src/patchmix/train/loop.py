@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from patchmix.train.checkpoint import Checkpoints
 from patchmix.train.log import RunLog
 from patchmix.train.monitor import Evaluator, collapse_warning
 from patchmix.train.optimizer import set_hyperparameters
+from patchmix.train.signals import Interrupted, catch_signals, name_dead_workers
 from patchmix.train.writer import CheckpointWriter
 
 STEPS_BETWEEN_AGREEMENTS = 10  # how often processes agree on when to save and to stop
@@ -56,14 +57,6 @@ class Plan:
 
 class NonFiniteLoss(ArithmeticError):
     """The loss is NaN or infinite: training on would only spread it."""
-
-
-class Interrupted(Exception):
-    """The run was asked to stop; its checkpoint is written."""
-
-    def __init__(self, signum: int, message: str) -> None:
-        super().__init__(message)
-        self.signum = signum
 
 
 def train(
@@ -116,7 +109,7 @@ def train(
         monitor()
 
     # ---------------------------------------------------------------------------------------------------- the loop
-    with catch_signals() as caught, closing(writer):
+    with catch_signals() as caught, closing(writer), name_dead_workers():
         batches = loader.batches(step)
         meter = Meter()
         last_saved = time.monotonic()
@@ -133,7 +126,7 @@ def train(
                     batch = next(batches)
                 if batch.bad:
                     on_bad_sample(batch.bad)
-                seed_pass(plan.seed, step * plan.accumulate + micro, method.generator)
+                seed_pass(plan.seed, step * plan.accumulate + micro, method.generator, method.shared_generator)
                 last_micro = micro == plan.accumulate - 1
                 with _no_sync(wrapped, not last_micro):
                     with torch.autocast(device.type, dtype=plan.autocast, enabled=plan.autocast is not None):
@@ -303,55 +296,30 @@ class LossWatch:
 # --------------------------------------------------------------------------------------------- steps of the loop
 
 
-def seed_pass(seed: int, number: int, generator: torch.Generator) -> None:
-    """Every random number of a forward pass follows from (seed, number of the pass, rank).
+def seed_pass(seed: int, number: int, generator: torch.Generator, shared: torch.Generator | None = None) -> None:
+    """Every random number of a forward pass follows from (seed, number of the pass, rank); of `shared`, without rank.
 
     A resumed run draws what the first one drew, and nothing but the pass itself can disturb its random numbers.
     """
-    mixed = (seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9 + distributed.rank() * 0x94D049BB133111EB) % 2**63
-    torch.manual_seed(mixed)
-    generator.manual_seed(mixed ^ 0x5851F42D4C957F2D)
-
-
-@contextmanager
-def catch_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are noted for the loop to act on; a second one acts at once.
-
-    A launcher hands on what the terminal has sent already: two within a second count as one.
-    """
-    caught: list[int] = []
-    first = -math.inf
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal first
-        if not caught:
-            first = time.monotonic()
-            caught.append(signum)
-        elif time.monotonic() - first > 1.0:
-            raise KeyboardInterrupt
-
-    previous = {}
-    try:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            previous[signum] = signal.signal(signum, note)
-    except ValueError:  # not in the main thread: whoever runs us handles signals
-        pass
-    try:
-        yield caught
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+    everywhere = seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9
+    here = (everywhere + distributed.rank() * 0x94D049BB133111EB) % 2**63
+    torch.manual_seed(here)
+    generator.manual_seed(here ^ 0x5851F42D4C957F2D)
+    if shared is not None:
+        shared.manual_seed(everywhere % 2**63 ^ 0x5851F42D4C957F2D)
 
 
 def _wrap(method: Method, device: torch.device, compiled: bool) -> nn.Module:
     wrapped: nn.Module = method
     if distributed.world_size() > 1:
-        wrapped = DistributedDataParallel(
-            method,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            broadcast_buffers=False,  # batch norms see the same global statistics everywhere
-            gradient_as_bucket_view=True,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the new name of broadcast_buffers is not in every torch
+            wrapped = DistributedDataParallel(
+                method,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                broadcast_buffers=False,  # batch norms see the same global statistics everywhere
+                gradient_as_bucket_view=True,
+            )
     if compiled:
         wrapped.compile()
     return wrapped
