@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.result import Result
 
-NAMES = ("step", "memory")
+NAMES = ("step", "memory", "knn")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -27,6 +27,7 @@ from tests.oracles.knn import ranking, vote
     temperature=st.sampled_from([0.03, 0.07, 1.0]),
     block=st.sampled_from([1, 7, 64, 1 << 20]),
     rows=st.sampled_from([1, 5, 8192]),
+    tile=st.sampled_from([1, 3, 128]),
     leave_one_out=st.booleans(),
 )
 def test_every_ranking_is_the_oracles(
@@ -38,6 +39,7 @@ def test_every_ranking_is_the_oracles(
     temperature: float,
     block: int,
     rows: int,
+    tile: int,
     leave_one_out: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -49,6 +51,7 @@ def test_every_ranking_is_the_oracles(
     with pytest.MonkeyPatch.context() as patch:  # the answer may not depend on how the work is cut
         patch.setattr(knn, "BLOCK_ELEMENTS", block)
         patch.setattr(knn, "QUERY_ROWS", rows)
+        patch.setattr(knn, "TILE_ROWS", tile)
         found = knn_predict(vectors, labels, asked, ks=ks, temperature=temperature, leave_one_out=leave_one_out, top=5)
     width = int(labels.max()) + 1
     for k in ks:
@@ -113,6 +116,24 @@ def test_features_that_are_not_numbers_are_refused(bad: float) -> None:
 def test_a_k_that_makes_no_sense_fails(ks: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         knn_predict(torch.randn(8, 3), torch.arange(8) % 2, torch.randn(2, 3), ks=ks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(2048, 9000),
+    k=st.sampled_from([1, 2, 20, 128, 200, 500]),
+    values=st.sampled_from([3, 50, 1 << 20]),  # few values: many are equal
+)
+def test_the_largest_of_long_rows_are_topks(seed: int, n: int, k: int, values: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(values, (4, n), generator=generator).float()
+    rows[torch.rand(4, n, generator=generator) < 0.1] = -torch.inf
+    found, places = knn.largest(rows, k)
+    wanted = rows.topk(k, dim=1).values
+    torch.testing.assert_close(found.sort(dim=1, descending=True).values, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(rows.gather(1, places), found, rtol=0, atol=0)
+    assert all(len(set(row)) == k for row in places.tolist())
 
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,9 @@ HEADLINE_K = 20
 USUAL_KS = (10, 20, 100, 200)
 BLOCK_ELEMENTS = 1 << 26  # similarities held at a time: 256 MB
 QUERY_ROWS = 4096  # queries that go through the bank together
+BANK_ROWS = 1 << 16  # images of the bank that are compared at a time
+TILE_ROWS = 128  # queries of one matrix product on a CPU: its result stays in the cache
+GROUP = 8  # values that are first looked at by their maximum
 
 
 def evaluate_knn(
@@ -160,21 +163,44 @@ def _nearest(bank: Tensor, asked: Tensor, k: int, *, first: int | None) -> tuple
 
     asked: (rows, D), of length 1. With `first`, query i is image first + i of the bank and is not its own neighbour.
     """
-    rows = torch.arange(len(asked), device=asked.device)
     similarity = asked.new_empty(len(asked), 0)
-    where = rows.new_empty(len(asked), 0)
-    size = max(k, BLOCK_ELEMENTS // len(asked))
+    where = torch.empty(len(asked), 0, dtype=torch.int64, device=asked.device)
+    tile = TILE_ROWS if asked.device.type == "cpu" else len(asked)
+    size = max(k, min(BANK_ROWS, BLOCK_ELEMENTS // min(tile, len(asked))))
     for start in range(0, len(bank), size):
         block = F.normalize(bank[start : start + size].to(asked.device).float(), dim=1)
-        found = asked @ block.T  # (rows, block)
-        if first is not None:
-            own = (rows + first >= start) & (rows + first < start + len(block))
-            found[rows[own], rows[own] + first - start] = -torch.inf
-        values, places = found.topk(min(k, len(block)), dim=1)
+        parts = []
+        for row in range(0, len(asked), tile):
+            found = asked[row : row + tile] @ block.T  # (tile, block)
+            if first is not None:
+                own = torch.arange(len(found), device=found.device) + first + row - start
+                inside = ((own >= 0) & (own < len(block))).nonzero()[:, 0]
+                found[inside, own[inside]] = -torch.inf
+            parts.append(largest(found, min(k, len(block))))
+        values, places = (torch.cat(some) for some in zip(*parts, strict=True))
         similarity, where = torch.cat([similarity, values], dim=1), torch.cat([where, places + start], dim=1)
         similarity, order = similarity.topk(min(k, similarity.shape[1]), dim=1)  # of this and of all blocks before
         where = where.gather(1, order)
     return similarity, where
+
+
+def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row and their positions, in any order: (rows, n) → (rows, k) twice.
+
+    What is among the k largest lies in one of the k groups with the largest maxima. So most of a long row is only
+    read once, eight values at a time, where `topk` would sort pairs of value and position.
+    """
+    rows, n = values.shape
+    if values.device.type != "cpu" or n < max(2 * GROUP * k, 2048):
+        found = values.topk(k, dim=1, sorted=False)
+        return found.values, found.indices
+    groups = n // GROUP  # value j belongs to group j mod `groups`; what is left over is always looked at
+    maxima = values[:, : groups * GROUP].view(rows, GROUP, groups).amax(dim=1)
+    _, best = largest(maxima, k)
+    members = (best.unsqueeze(1) + groups * torch.arange(GROUP).view(1, GROUP, 1)).flatten(1)
+    members = torch.cat([members, torch.arange(groups * GROUP, n).expand(rows, -1)], dim=1)
+    found = values.gather(1, members).topk(k, dim=1, sorted=False)
+    return found.values, members.gather(1, found.indices)
 
 
 def fitting_ks(available: int, ks: Sequence[int] = USUAL_KS) -> tuple[int, ...]:

@@ -1,0 +1,37 @@
+"""kNN of 10 000 queries in a bank of 50 000, 192 wide, against the bare matrix products in the same tiles."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.result import Result
+from patchmix.evaluate import knn
+from patchmix.study.measure import in_turns, ratio, seconds
+
+BANK, QUERIES, WIDTH, CLASSES = 50_000, 10_000, 192, 10
+
+
+def run(quick: bool = False) -> list[Result]:
+    generator = torch.Generator().manual_seed(0)
+    bank = torch.randn(BANK, WIDTH, generator=generator)
+    queries = torch.randn(QUERIES // 10 if quick else QUERIES, WIDTH, generator=generator)
+    labels = torch.randint(CLASSES, (BANK,), generator=generator)
+
+    def products() -> None:
+        columns = bank.T
+        out = torch.empty(knn.TILE_ROWS, BANK)
+        for start in range(0, len(queries), knn.TILE_ROWS):
+            part = queries[start : start + knn.TILE_ROWS]
+            torch.mm(part, columns, out=out[: len(part)])
+
+    def vote(ks: tuple[int, ...]) -> float:
+        return seconds(lambda: knn.knn_predict(bank, labels, queries, ks=ks))
+
+    times = in_turns(
+        {"headline": lambda: vote((20,)), "products": lambda: seconds(products), "usual": lambda: vote(knn.USUAL_KS)},
+        rounds=3,
+    )
+    return [
+        Result("kNN, k = 20 ÷ bare products", ratio(times["headline"], times["products"]), at_most=1.2),
+        Result("kNN, k = 10, 20, 100, 200 ÷ bare products", ratio(times["usual"], times["products"])),
+    ]
