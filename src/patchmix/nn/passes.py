@@ -8,7 +8,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from patchmix.nn.class_token import class_tokens, through
+from patchmix.nn.blocks import through
+from patchmix.nn.class_token import class_tokens
 
 
 def project(encoder: nn.Module, head: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,72 @@
+"""Blocks that keep less: the same values and gradients, fewer numbers kept, no matrix multiplied twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from patchmix.nn.blocks import through
+from patchmix.nn.class_token import class_tokens
+from tests.nn.test_class_token import IMAGES, build
+
+
+def test_recomputation_changes_nothing_but_memory() -> None:
+    encoder = build(drop_path_rate=0.3).train()
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        return list(torch.autograd.grad(class_tokens(encoder, IMAGES).square().sum(), list(encoder.parameters())))
+
+    kept = gradients()
+    encoder.set_grad_checkpointing()
+    for again, before in zip(gradients(), kept, strict=True):
+        torch.testing.assert_close(again, before)
+    with_recomputation = kept_numbers(encoder, lambda: class_tokens(encoder, IMAGES))
+    encoder.set_grad_checkpointing(False)
+    assert with_recomputation < 0.6 * kept_numbers(encoder, lambda: class_tokens(encoder, IMAGES))
+
+
+def test_norm_and_activation_are_not_kept() -> None:
+    """For each number of its input a block of timm's keeps 4 of the activation and 1 of the norm, which are spared."""
+    block = build().blocks[0].train()
+    x = torch.randn(4, 17, 24, requires_grad=True)
+    lean = kept_numbers(block, lambda: through(block, x, recompute=False))
+    statistics = 2 * 4 * 17  # of the norm: a mean and a deviation of each token
+    assert kept_numbers(block, lambda: block(x)) - lean == 5 * x.numel() + statistics
+    with FlopCounterMode(display=False) as counter:
+        through(block, x, recompute=False).sum().backward()
+    with FlopCounterMode(display=False) as whole:
+        block(x).sum().backward()
+    assert counter.get_total_flops() == whole.get_total_flops()  # no matrix is multiplied twice
+
+
+def test_dropout_in_the_mlp_is_the_same_in_both_directions() -> None:
+    block = build(proj_drop_rate=0.5).blocks[0].train()
+    x = torch.randn(4, 17, 24)
+
+    def gradients(forward: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        out = forward(x).square().sum()
+        torch.manual_seed(1)  # what happens in between must not matter
+        return list(torch.autograd.grad(out, list(block.parameters())))
+
+    wanted = gradients(block)
+    for found, expected in zip(gradients(lambda x: through(block, x, recompute=False)), wanted, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def kept_numbers(module: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> int:
+    """How many numbers the graph of `forward` keeps for the backward pass, each storage once, without parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    assert out.requires_grad
+    return sum(count for place, count in storages.items() if place not in parameters)
