@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from patchmix.data.decode import DecodeError
 from patchmix.data.folder import FolderSource, PathList, list_images
+from patchmix.data.loader import Loader
+from patchmix.data.views import CentreCrop
 
 Write = Callable[..., Path]
 
@@ -20,6 +23,17 @@ Write = Callable[..., Path]
 def test_a_path_list_gives_back_what_it_got(paths: list[bytes]) -> None:
     packed = PathList(paths)
     assert [packed[index] for index in range(len(packed))] == paths
+
+
+@given(st.lists(st.lists(st.binary(max_size=5), max_size=5), min_size=1, max_size=4), st.data())
+def test_path_lists_can_be_joined_and_cut(lists: list[list[bytes]], data: st.DataObject) -> None:
+    whole = [path for paths in lists for path in paths]
+    joined = PathList.joined([PathList(paths) for paths in lists])
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    part = joined.part(start, stop)
+    assert [joined[index] for index in range(len(joined))] == whole
+    assert [part[index] for index in range(len(part))] == whole[start:stop]
 
 
 def test_order_is_that_of_relative_paths(tmp_path: Path, write_image: Write) -> None:
@@ -96,6 +110,24 @@ def test_the_fingerprint_is_of_names_and_sizes_not_of_the_place(tmp_path: Path, 
     renamed = fingerprint("two")
     write_image(tmp_path / "one" / "b.png", size=(31, 31))
     assert len({first, renamed, fingerprint("one")}) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_vanishes_while_training_is_replaced_and_named(
+    tmp_path: Path, write_image: Write, workers: int
+) -> None:
+    for i in range(16):
+        write_image(tmp_path / f"{i:02d}.png", (10 * i, 0, 0))
+    batches = Loader(FolderSource(tmp_path, name="x"), CentreCrop(8), batch_size=4, seed=0, workers=workers).batches()
+    next(batches)
+    (tmp_path / "05.png").unlink()
+    (tmp_path / "11.png").unlink()
+    taken = list(islice(batches, 19))  # the prefetched ones, and more than two epochs after them
+    batches.close()  # type: ignore[attr-defined]
+    named = {text for batch in taken for text in batch.bad}
+    assert named == {f"{name}.png: No such file or directory" for name in ("05", "11")}
+    assert all(len(batch.indices) == 4 for batch in taken)
+    assert not {5, 11} & {int(i) for batch in taken[-8:] for i in batch.indices}
 
 
 def test_bad_files_are_named(tmp_path: Path, write_image: Write) -> None:
