@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-slow check format figures bench clean
+.PHONY: setup demo test test-slow check format figures bench faults soak clean
 
 setup: .venv/.installed
 
@@ -38,6 +38,16 @@ figures: setup
 # Ratios against plain baselines, each with its target: make bench, or make bench ARGS="step --quick"
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Harm of every kind, TIMES times each, and a table of what was lost; as root also full disks and two hosts.
+TIMES ?= 3
+faults: setup
+	$(BIN)/python -m tests.faults $(TIMES)
+
+# A training that is killed every two minutes must end like one that is not.
+MINUTES ?= 30
+soak: setup
+	$(BIN)/python -m tests.faults.soak $(MINUTES)
 
 clean:
 	rm -rf .venv build dist runs .mypy_cache .pytest_cache .ruff_cache

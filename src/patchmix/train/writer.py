@@ -46,12 +46,11 @@ class CheckpointWriter:
             return
         path, error = self._failed
         self._failed = None
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         kept = Checkpoints(path.parent).last
         where = f"the last good one is {kept}" if kept else "there is none yet"
         raise ValueError(
-            f"can't write checkpoint {path} ({reason}); {where}. Make room or change permissions, then continue with "
-            "--resume auto"
+            f"can't write checkpoint {path} ({_reason(error)}); {where}. Make room or change permissions, then "
+            "continue with --resume auto"
         ) from error
 
     def wait(self) -> None:
@@ -91,3 +90,13 @@ class CheckpointWriter:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
             self._copies[place] = copy
         return copy.copy_(tensor, non_blocking=True)
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said; torch's own errors about a file come on top of it, and say less."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).splitlines()[0]

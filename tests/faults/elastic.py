@@ -1,0 +1,97 @@
+"""Two processes under torchrun: one is killed, the group starts again; and fewer or more go on than began."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
+from tests.faults.trainee import STEPS, TINY, assert_same
+
+Row = tuple[str, int, str]
+COMMON = [*TINY, "--workers", "0", "--resume", "auto", "--set", "model.drop_path=0", "--mix-across"]
+
+
+def start(out: Path, processes: int, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """`torchrun --nproc-per-node PROCESSES -m patchmix pretrain …`."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*torchrun, *launcher, "-m", "patchmix", "pretrain", "shapes:512", "--out", str(out), *COMMON, *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == code, output
+    return output
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
+    deadline = time.monotonic() + 600
+    while Checkpoints(out / "checkpoints").last is None:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ranks(out: Path) -> list[int]:
+    """The processes that train in `out`, but not their children."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(out).encode() in words and b"pretrain" in words:
+            rank = next((int(e[5:]) for e in environment if e.startswith(b"RANK=")), None)
+            if rank is not None:
+                found.append((rank, int(folder.name)))
+    return [pid for _, pid in sorted(found)]
+
+
+def undisturbed(folder: Path) -> Path:
+    out = folder / "two"
+    if not (out / "encoder.safetensors").exists():
+        finish(start(out, 2))
+    return out
+
+
+def killed_rank(folder: Path, times: int = 1) -> Row:
+    for i in range(times):
+        out = folder / f"rank{i}"
+        process = start(out, 2, launcher=("--max-restarts", "1"))
+        wait_for_checkpoint(process, out)
+        os.kill(ranks(out)[i % 2], signal.SIGKILL)
+        output = finish(process)
+        assert "continuing at step" in output
+        assert_same(undisturbed(folder), out)
+    return (
+        "kill -9 of one of two processes under torchrun --max-restarts",
+        times,
+        ("nothing: started again by itself, every weight and loss bit-equal"),
+    )
+
+
+def other_number_of_processes(folder: Path, times: int = 1) -> Row:
+    """2 → 1 and 1 → 2, by SIGTERM and --resume auto."""
+    for i in range(times):
+        for before, after in ((2, 1), (1, 2)):
+            out = folder / f"from{before}to{after}-{i}"
+            process = start(out, before)
+            wait_for_checkpoint(process, out)
+            for pid in ranks(out):
+                os.kill(pid, signal.SIGTERM)
+            output, _ = process.communicate(timeout=600)
+            assert "its checkpoint is written" in output, output
+            assert f"{after} process" in finish(start(out, after))
+            assert load_checkpoint(out / "checkpoints" / "last")["step"] == STEPS
+            assert_same(undisturbed(folder), out, tolerance=1e-4)
+    return "2 → 1 and 1 → 2 processes with the same global batch and --mix-across", times, "nothing (weights to 1e-4)"
+
+
+ELASTIC = [killed_rank, other_number_of_processes]

@@ -1,0 +1,147 @@
+"""A training to do harm to, in its own process; forked from one that has imported everything, it starts at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
+from patchmix.train.log import read_metrics
+
+STEPS = 16  # 512 images in batches of 32
+TINY = [
+    *("--recipe", "demo", "--model", "vit_tiny_patch8_32", "--epochs", "1", "--batch-size", "32"),
+    *("--set", "model.dim=24", "--set", "model.depth=2", "--set", "model.drop_path=0.2"),
+    *("--set", "method.head_hidden=32", "--set", "method.head_out=16"),
+    *("--set", "runtime.monitor_bank=64", "--set", "runtime.monitor_queries=32"),
+    *("--set", "runtime.log_every=1", "--set", "runtime.checkpoint_epochs=0.25"),
+]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["patchmix.run", "patchmix.cli", "torch.utils.tensorboard", "tests.faults.trainee"])
+_logs = tempfile.TemporaryDirectory(prefix="trainees-")  # not beside OUT, whose disk may be full
+
+
+class Trainee:
+    """`patchmix pretrain DATA --out OUT …` with everything that it says in `output`."""
+
+    def __init__(
+        self, out: Path, *more: str, data: str = "shapes:512", inject: Callable[[], None] | None = None
+    ) -> None:
+        self.out = out
+        self._log = Path(_logs.name) / f"{out.name}-{time.monotonic_ns()}.txt"
+        arguments = ["pretrain", data, "--out", str(out), *TINY, *more]
+        if "--workers" not in more:
+            arguments += ["--workers", "0"]
+        self.process = _context.Process(target=_train, args=(arguments, str(self._log), inject))
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    @property
+    def last_line(self) -> str:
+        return self.output.strip().splitlines()[-1]
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes."""
+        return int(self._log.with_suffix(".memory").read_text())
+
+    def wait_for_step(self, step: int) -> Trainee:
+        metrics = self.out / "metrics.jsonl"
+        self._wait(
+            lambda: metrics.exists() and any(row["step"] >= step for row in read_metrics(metrics)), f"step {step}"
+        )
+        return self
+
+    def wait_for_checkpoint(self) -> Trainee:
+        self._wait(lambda: Checkpoints(self.out / "checkpoints").last is not None, "the first checkpoint")
+        return self
+
+    def _wait(self, reached: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 300
+        while not reached():
+            assert self.process.exitcode is None, f"{what} was not reached: {self.output}"
+            assert time.monotonic() < deadline, f"{what} was not reached: {self.output}"
+            time.sleep(0.005)
+
+    def send(self, signum: int) -> Trainee:
+        os.kill(self.pid, signum)
+        return self
+
+    def ends(self, code: int) -> Trainee:
+        self.process.join(300)
+        assert self.process.exitcode == code, (self.process.exitcode, self.output)
+        assert code < 0 or "Traceback" not in self.output, self.output
+        return self
+
+    def children(self) -> list[int]:
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == self.pid:
+                found.append(int(folder.name))
+        return found
+
+
+def _train(arguments: list[str], log: str, inject: Callable[[], None] | None) -> None:
+    from patchmix.cli import main
+
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a run of its own; else workers come from our server
+    if inject is not None:
+        inject()
+    try:
+        main(arguments)
+    finally:
+        memory = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        Path(log).with_suffix(".memory").write_text(str(int(memory.split()[1]) * 1024))
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
+
+
+def assert_same(a: Path, b: Path, tolerance: float = 0.0) -> None:
+    """The same encoder, heads and momentum encoder, and the same losses on the way."""
+    left, right = (load_file(run / "encoder.safetensors") for run in (a, b))
+    states = [load_checkpoint(run / "checkpoints" / "last")["method"] for run in (a, b)]
+    for one, other in ((left, right), tuple(states)):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert (one[name].double() - other[name].double()).abs().max() <= tolerance, name
+    if not tolerance:
+        assert losses(a) == losses(b)
+
+
+def assert_tidy(out: Path) -> None:
+    """The last checkpoint can be read, is finite, and nothing half-written lies about."""
+    last = Checkpoints(out / "checkpoints").last
+    assert last is not None
+    assert all(torch.isfinite(tensor).all() for tensor in load_checkpoint(last)["method"].values())
+    assert not list(out.rglob(".*.unfinished"))
