@@ -106,6 +106,16 @@ def test_every_truncation_keeps_what_is_whole(tmp_path: Path) -> None:
         assert held(data, result) == whole[: sum(starts[i] + 513 <= cut for i in labels)]
 
 
+def test_a_truncation_without_labels(tmp_path: Path) -> None:
+    data = archive(*[(name, content) for name, content in MEMBERS if name.endswith(".png")])
+    whole = held(data, scanned(data, tmp_path))
+    ends = [image.offset + image.size for image, _ in scanned(data, tmp_path).samples]
+    for cut in range(0, ends[-1], 100):
+        result = scanned(data[:cut], tmp_path)
+        assert held(data, result) == whole[: sum(end <= cut for end in ends)]
+        assert sum(result.skipped.values()) == 1
+
+
 def test_a_damaged_header_costs_its_member_only(tmp_path: Path) -> None:
     data = bytearray(archive(*MEMBERS))
     third = scanned(bytes(data), tmp_path).samples[2].image

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from patchmix.data import write_shards as module
-from patchmix.data.sources import Source, has_split, open_source
+from patchmix.data.sources import Source, check_decodable, has_split, open_source
 from patchmix.data.write_shards import parse_bytes, write_shards
 from tests.data.test_parquet import write as write_parquet
 
@@ -186,3 +186,15 @@ def test_a_moved_set_can_go_on(folder: Path, tmp_path: Path) -> None:
     write_shards(folder, tmp_path / "out", split="train", per_shard=5, progress=False)
     shutil.move(folder, tmp_path / "elsewhere")
     assert write_shards(tmp_path / "elsewhere", tmp_path / "out", split="train", per_shard=5, progress=False)
+
+
+def test_a_first_look_reads_from_few_groups(tmp_path: Path) -> None:
+    """Weighing or checking a set in many shards must not fetch all of them."""
+    write_shards("shapes:200", tmp_path / "out", split="train", per_shard=2, progress=False)
+    source = open_source(tmp_path / "out", cache_bytes=0)
+    looked_at: set[int] = set()
+    real = source.encoded  # type: ignore[attr-defined]
+    source.encoded = lambda index: looked_at.add(index // 2) or real(index)  # type: ignore[attr-defined]
+    assert check_decodable(source) == ()
+    assert module._mean_bytes(source, None) > 1024
+    assert 1 < len(looked_at) <= 8

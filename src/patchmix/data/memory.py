@@ -157,7 +157,7 @@ def check_decodable(source: Source, *, sample: int = 1000, limit: float = 0.01) 
         tried = len(source)
         bad = [f"{source.key(index)}: {reason}" for index, reason in source.bad.items()]
     else:
-        chosen = _some_of(source, sample)
+        chosen = some_positions(source, sample)
         tried = len(chosen)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             reasons = pool.map(lambda index: _why_bad(source, index), chosen.tolist())
@@ -170,7 +170,7 @@ def check_decodable(source: Source, *, sample: int = 1000, limit: float = 0.01) 
     return tuple(bad)
 
 
-def _some_of(source: Source, sample: int) -> Indices:
+def some_positions(source: Source, sample: int) -> Indices:
     """Random positions: (at most sample,); of a few groups only, where reading from many costs a lot."""
     groups = groups_of(source)
     if groups is None:

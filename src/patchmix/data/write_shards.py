@@ -20,6 +20,7 @@ import numpy as np
 from patchmix.data.atomic import PARTIAL, whole_file
 from patchmix.data.contract import Encoded, Indices, Source, Split, groups_of
 from patchmix.data.decode import DecodeError, Pixels, size_of
+from patchmix.data.memory import some_positions
 from patchmix.data.order import GroupedOrder
 from patchmix.data.progress import progress_bar
 from patchmix.data.randomness import permutation
@@ -124,14 +125,18 @@ def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bo
         if (out / names[number]).exists():  # by an earlier call
             return len(positions)
         bad: list[str] = []
-        with whole_file(out / names[number]) as file, tarfile.open(fileobj=file, mode="w") as tar:
-            for position in positions.tolist():
-                if stop.is_set():
-                    raise InterruptedError("another shard failed")
-                try:
-                    _add_sample(tar, source, position, job.quality)
-                except DecodeError as error:
-                    bad.append(str(error))
+        try:
+            with whole_file(out / names[number]) as file, tarfile.open(fileobj=file, mode="w") as tar:
+                for position in positions.tolist():
+                    if stop.is_set():
+                        raise InterruptedError("writing was stopped")
+                    try:
+                        _add_sample(tar, source, position, job.quality)
+                    except DecodeError as error:
+                        bad.append(str(error))
+        except BaseException:
+            stop.set()  # for the other threads, and for the shards that wait
+            raise
         left_out.extend(bad)
         return len(positions)
 
@@ -197,7 +202,7 @@ def _order(source: Source, shuffle: bool) -> Indices:
 def _mean_bytes(source: Source, quality: int | None) -> float:
     """How much of a shard a sample takes."""
     sizes = []
-    for position in np.linspace(0, len(source) - 1, min(_WEIGHED, len(source))).round().astype(int).tolist():
+    for position in some_positions(source, _WEIGHED).tolist():
         try:
             sizes.append(len(_image_file(source, position, quality)[0]))
         except DecodeError:
