@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from patchmix import distributed
 from patchmix.config import Config, ModelConfig, ViewsConfig, check_known, coerce
@@ -108,6 +109,29 @@ def option_defaults(name: str) -> dict[str, Any]:
     check_known(name, METHODS, "method")
     signature = inspect.signature(METHODS[name])
     return {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+
+def build_weightless(
+    name: str, model: str, *, batch: int, image_size: int | None = None, local_crops: int = 0, local_size: int = 96
+) -> tuple[Method, list[Tensor]]:
+    """A method with its defaults and views for it, on a CPU that computes shapes only: what torch counts FLOPs on."""
+    with torch.device("meta"):
+        encoder = build_encoder(ModelConfig(name=model, image_size=image_size), any_image_size=local_crops > 0)
+        method = METHODS[name](encoder)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for module in method.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            weightless = FakeTensor(mode, parameter.data, torch.device("cpu"))
+            module.register_parameter(key, nn.Parameter(weightless, requires_grad=parameter.requires_grad))
+        for key, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(key, FakeTensor(mode, buffer, torch.device("cpu")))
+    side = encoder.patch_embed.img_size
+    assert side is not None
+    with mode:
+        views = [torch.empty(batch, 3, side[0], side[1]) for _ in range(2)]
+        views += [torch.empty(batch, 3, local_size, local_size) for _ in range(local_crops)]
+    method.before_step(0.5)  # nothing is fixed any more
+    return method.train(), views
 
 
 def build_views(views: ViewsConfig, image_size: int) -> list[View]:

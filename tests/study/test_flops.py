@@ -8,6 +8,8 @@ import torch
 from rich.console import Console
 
 from patchmix.build import METHODS as REGISTERED
+from patchmix.build import build_weightless
+from patchmix.cli import main
 from patchmix.nn.vit import create_encoder
 from patchmix.study.flops import (
     METHODS,
@@ -170,10 +172,29 @@ def test_the_table_prints_the_paper_beside_ours() -> None:
     print_flops(
         "simclr",
         "vit_tiny_patch4_16",
-        build=lambda method, model: (small("simclr")[0], [torch.randn(2, 3, 32, 32)] * 2),
+        build=lambda row: (small(row.method)[0], [torch.randn(2, 3, 32, 32)] * 2),
         console=Console(file=one, width=160),
     )
     assert "counted" in one.getvalue()
+
+
+@pytest.mark.parametrize("method", ["patchmix", "dino", "swav", "sdmp"])
+def test_what_torch_counts_without_computing(method: str) -> None:
+    built, views = build_weightless(method, "vit_tiny_patch16_64", batch=2, local_crops=2, local_size=32)
+    expected = method_flops(
+        method, Sizes(64, 16, 192, 12), attention=True, class_token=True, local_crops=2, local_size=32
+    )
+    assert count_flops(built, views).total == pytest.approx(expected, rel=0.03)
+
+
+def test_the_command_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["flops", "--method", "simclr", "--model", "vit_tiny_patch16_32", "--count"])
+    head, row = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("method", "simclr")))
+    assert head.split()[-2:] == ["full", "counted"]
+    full, counted = (float(cell) for cell in row.split()[-2:])
+    assert counted == pytest.approx(full, abs=0.05)
+    main(["flops", "--method", "ibot", "--model", "vit_tiny_patch16_32", "--count"])  # depends on what is masked
+    assert capsys.readouterr().out.splitlines()[2].split()[-1] == "–"
 
 
 def test_an_unknown_method_is_named() -> None:

@@ -127,6 +127,7 @@ def flops(
     image_size: Count = None,
     local_crops: Count = None,
     local_size: Count = None,
+    count: bool = False,
 ) -> None:
     """Print parameters and FLOPs of one training iteration, beside the paper's.
 
@@ -137,10 +138,25 @@ def flops(
         image_size: Other than the model's.
         local_crops: Small crops for multi-crop.
         local_size: Their side.
+        count: Add what torch counts, on tensors without values: seconds a row.
     """
-    from patchmix.study.flops import print_flops
+    from patchmix.study.flops import FlopsRow, print_flops
 
-    print_flops(method, model, batch=batch, image_size=image_size, local_crops=local_crops, local_size=local_size)
+    def weightless(row: FlopsRow) -> Any:
+        from patchmix.build import build_weightless
+
+        crops = {"local_crops": row.local_crops, "local_size": row.local_size}
+        return build_weightless(row.method, row.model, batch=batch, image_size=image_size, **crops)
+
+    print_flops(
+        method,
+        model,
+        batch=batch,
+        image_size=image_size,
+        local_crops=local_crops,
+        local_size=local_size,
+        build=weightless if count else None,
+    )
 
 
 def ablate(
