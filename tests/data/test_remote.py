@@ -126,9 +126,13 @@ def test_the_folder_is_bounded_and_the_oldest_go(server: Server, cache: Path, mo
     for index in (5, 15, 25, 35, 45, 55, 5):
         np.testing.assert_array_equal(source.load(index), IMAGES[index])
         assert sum(path.stat().st_size for path in cache.glob("*.tar")) <= 2.5 * size
+    source.load(15)
+    source.release()
+    source.load(6)  # used again, so the other one is older
+    source.load(25)
     source.release()
     server.asked.clear()
-    source.load(56)  # used last but one: still there
+    source.load(7)
     assert server.asked == []
     source.load(16)
     assert server.asked == ["/part-1.tar"]
