@@ -1,0 +1,72 @@
+"""A process that dies or falls silent: the others end with one line, and no later than the stated time-out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from patchmix import distributed
+
+CODE = """
+import sys, time, torch
+from patchmix import distributed
+from patchmix.cli import main
+cli = sys.modules["patchmix.cli.main"]
+
+def work():
+    with distributed.process_group(torch.device("cpu"), timeout_minutes=0.1):
+        distributed.barrier()
+        if distributed.rank() == 1:
+            print("ready", flush=True)
+            time.sleep(600)
+        distributed.barrier()
+
+cli._dispatch = lambda *_: work()
+main([])
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "reason"),
+    [(signal.SIGKILL, "it ended, or the network failed"), (signal.SIGSTOP, "no answer within 0.1 min")],
+)
+def test_the_others_do_not_hang(signum: signal.Signals, reason: str, tmp_path: Path) -> None:
+    common = os.environ | {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    common[distributed.RENDEZVOUS] = (tmp_path / "store").as_uri()
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", CODE],
+            env=common | {"RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    )
+    watchdog = threading.Timer(300, first.kill)
+    watchdog.start()
+    try:
+        assert second.stdout is not None and second.stdout.readline() == "ready\n"
+        second.send_signal(signum)
+        _, told = first.communicate()
+        assert first.returncode == 4, told
+        line = told.strip().splitlines()[-1]
+        assert line.startswith(f"patchmix: process 0 of 2 lost another one ({reason})") and "--resume auto" in line
+        assert "Traceback" not in told
+    finally:
+        watchdog.cancel()
+        second.kill()
+        second.communicate()
+
+
+def test_only_rank_0_is_the_main_one_outside_of_the_group_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert distributed.is_main()
+    monkeypatch.setenv("RANK", "1")
+    assert not distributed.is_main()
