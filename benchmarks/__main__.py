@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.result import Result
 
-NAMES = ("step", "memory", "knn")
+NAMES = ("step", "memory", "views", "knn")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from patchmix.data.contract import Indices, Source, groups_of
-from patchmix.data.decode import DecodeError, Pixels
+from patchmix.data.contract import Encoded, Indices, Source, groups_of
+from patchmix.data.decode import DecodeError, Pixels, Reduced, decode_reduced, size_of
 from patchmix.data.order import order_of
 from patchmix.data.randomness import hash_words
 from patchmix.data.views import Transform
@@ -164,7 +164,7 @@ class _SkippingBatches(Dataset[Batch | ValueError]):
             return error
 
     def _batch(self, epoch: int, positions: Indices) -> Batch:
-        images: list[Pixels] = []
+        images: list[Any] = []  # pixels; reduced ones only for a transform that asks for them
         used: list[int] = []
         bad: list[str] = []
         for position in positions.tolist():
@@ -183,9 +183,18 @@ class _SkippingBatches(Dataset[Batch | ValueError]):
             bad=tuple(bad),
         )
 
-    def _load(self, epoch: int, position: int, bad: list[str]) -> tuple[Pixels, int] | None:
+    def _read(self, epoch: int, position: int) -> Pixels | Reduced:
+        """The image; from a file only at the scale that its views need, where the transform can tell."""
+        reduction = getattr(self._transform, "reduction", None)
+        if reduction is None or not isinstance(self._source, Encoded):
+            return self._source.load(position)
+        data, key = self._source.encoded(position), self._source.key(position)
+        size = size_of(data, key)
+        return decode_reduced(data, key, size, reduction(*size, epoch=epoch, index=position))
+
+    def _load(self, epoch: int, position: int, bad: list[str]) -> tuple[Pixels | Reduced, int] | None:
         try:
-            return self._source.load(position), position
+            return self._read(epoch, position), position
         except DecodeError as error:
             bad.append(str(error))
             return None
@@ -198,7 +207,7 @@ class _ReplacingBatches(_SkippingBatches):
         super().__init__(source, transform)
         self._seed = seed
 
-    def _load(self, epoch: int, position: int, bad: list[str]) -> tuple[Pixels, int]:
+    def _load(self, epoch: int, position: int, bad: list[str]) -> tuple[Pixels | Reduced, int]:
         loaded = super()._load(epoch, position, bad)
         tries = iter(range(_REPLACEMENTS))
         while loaded is None:
