@@ -22,15 +22,16 @@ CASES: dict[str, dict[str, Any]] = {mix: {"mix": mix} for mix in MIXES} | {
 }
 
 
-def views(n: int = 8) -> list[Tensor]:
+def views(n: int = 32) -> list[Tensor]:
+    """Not too few: the batch norms of a handful of images magnify the rounding of fp32."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(n, 3, size, size, generator=generator, dtype=torch.float64) for size in (16, 16, 8)]
+    return [torch.randn(n, 3, size, size, generator=generator) for size in (16, 16, 8)]
 
 
 def run(options: dict[str, Any], images: list[Tensor], world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
-    method = PatchMixMethod(encoder, head_hidden=32, head_out=16, **({"mix_across": True} | options)).double().train()
+    method = PatchMixMethod(encoder, head_hidden=32, head_out=16, **({"mix_across": True} | options)).train()
     wrapped: Any = torch.nn.parallel.DistributedDataParallel(method, broadcast_buffers=False) if world > 1 else method
     losses = []
     for step in range(STEPS):
@@ -68,9 +69,9 @@ def test_two_processes_equal_one_with_twice_the_batch(name: str, two: dict[str, 
     one, both = run(CASES[name], views(), 1), two[name]
     torch.testing.assert_close(both["losses"], one["losses"], atol=1e-5, rtol=1e-5)
     assert one["gradients"].keys() == both["gradients"].keys()
-    for key, gradient in one["gradients"].items():
-        scale = max(1.0, gradient.abs().max().item())
-        assert (gradient - both["gradients"][key]).abs().max() <= 1e-5 * scale, key
+    left, right = (torch.cat([g.flatten() for g in found["gradients"].values()]) for found in (one, both))
+    assert (left - right).norm() <= 1e-5 * left.norm()
+    assert (left - right).abs().max() <= 3e-5 * left.abs().max()  # single entries, as in test_processes.py: fp32
 
 
 def test_mixing_within_each_process_is_something_else(two: dict[str, Any]) -> None:
