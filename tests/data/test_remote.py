@@ -4,6 +4,7 @@ import http.server
 import multiprocessing
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,12 +37,14 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.asked: list[str] = []
         self.failures = 0
+        self.pause = 0.0
         self.cut = False
         outer = self
 
         class Handler(http.server.SimpleHTTPRequestHandler):
             def do_GET(self) -> None:
                 outer.asked.append(self.path)
+                time.sleep(outer.pause)
                 if self.path.endswith(".tar") and outer.failures > 0:
                     outer.failures -= 1
                     self.send_error(503)
@@ -126,6 +129,8 @@ def test_the_folder_is_bounded_and_the_oldest_go(server: Server, cache: Path, mo
     for index in (5, 15, 25, 35, 45, 55, 5):
         np.testing.assert_array_equal(source.load(index), IMAGES[index])
         assert sum(path.stat().st_size for path in cache.glob("*.tar")) <= 2.5 * size
+    source.release()  # what is open is read although it was removed
+    source.load(5)
     source.load(15)
     source.release()
     source.load(6)  # used again, so the other one is older
@@ -145,6 +150,7 @@ def _load(source: ShardSource, answers: multiprocessing.SimpleQueue[int]) -> Non
 def test_several_processes_fetch_once(server: Server, tmp_path: Path) -> None:
     write_shards("shapes:60", tmp_path / "served" / "w", split="train", per_shard=10, progress=False)
     source = opened(f"{server.url}/w/train-{{000000..000005}}.tar")
+    server.pause = 0.5
     context = multiprocessing.get_context("fork")
     answers: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
     workers = [context.Process(target=_load, args=(source, answers)) for _ in range(4)]
