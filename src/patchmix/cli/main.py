@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from patchmix.cli import detecting, judging, pictures, preparing, training, weights
+from patchmix.cli import detecting, judging, machine, pictures, preparing, training, weights
 
 
 def show() -> None:
@@ -39,6 +39,8 @@ COMMANDS: dict[str, Any] = {
     "show": show,
     "report": pictures.report,
     "flops": training.flops,
+    "bench": machine.bench,
+    "doctor": machine.doctor,
     "recipes": training.recipes,
     "demo": training.demo,
 }

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from patchmix.cli import main
+from patchmix.study.measure import Gemm, Phases, Spread, in_turns, peak_bytes, ratio, reset_peak, resident_bytes
+
+CPU = torch.device("cpu")
+SMALL = ["model.dim=24", "model.depth=1", "model.heads=2", "method.head_hidden=32", "method.head_out=16"]
+
+
+def test_measures_take_turns_and_the_warm_up_is_dropped() -> None:
+    calls: list[str] = []
+
+    def measure(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    values = in_turns({"a": lambda: measure("a"), "b": lambda: measure("b")}, rounds=2, warm_up=1)
+    assert calls == ["a", "b"] * 3
+    assert values == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    # The machine is ten times slower in the second round: that may not show.
+    assert ratio([2.0, 20.0, 2.2], [1.0, 10.0, 1.0]) == Spread(2.0, 2.0, 2.2)
+
+
+def test_a_phase_inside_another_counts_once() -> None:
+    phases = Phases(CPU)
+    with phases.of("outer"):
+        with phases.of("inner"):
+            time.sleep(0.05)
+        time.sleep(0.01)
+    assert phases.seconds["inner"] > phases.seconds["outer"] >= 0.01
+
+
+def test_the_peak_sees_what_was_freed() -> None:
+    reset_peak()
+    before = resident_bytes()
+    block = torch.ones(30_000_000)
+    del block
+    assert peak_bytes() - before > 100e6
+
+
+def test_the_rate_of_products_is_positive() -> None:
+    assert Gemm(CPU).rate(repeats=1) > 1e6
+
+
+@pytest.mark.parametrize("method", ["patchmix", "simclr"])
+def test_the_command_measures_a_model(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [part for s in (SMALL if method == "patchmix" else SMALL[:3]) for part in ("--set", s)]
+    common = ["bench", "--data", "shapes:32", "--recipe", "demo", "--method", method, "--batch-size", "8"]
+    main([*common, "--workers", "0", "--steps", "1", "--json", *settings])
+    told = json.loads(capsys.readouterr().out)
+    assert told["batch_size"] == 8 and told["images_per_second"] > 0
+    assert sum(told["phases"].values()) == pytest.approx(1.0)
+    assert {"forward", "backward", "optimiser"} <= set(told["phases"])
+    assert ("keys" in told["phases"] and "mixing" in told["phases"]) == (method == "patchmix")
+    assert 0 <= told["loader_wait"] <= 1 and told["ceiling_share"]["median"] > 0
