@@ -1,7 +1,7 @@
 """python -m tests.faults.soak MINUTES [--kill-every SECONDS] [--data DATA]: a training that is killed again and again.
 
-It is measured first how many steps fit into the time; then the same run is trained once in peace and once with a
-kill -9 every so often, always continued by --resume auto. Both must end with the same weights, bit for bit.
+It is measured first how many steps fit into the time; then the same run is trained side by side once in peace and once
+with a kill -9 every so often, always continued by --resume auto. Both must end with the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -62,18 +62,15 @@ def main() -> None:
         folder = Path(name)
         log = folder / "log.txt"
 
-        def run(out: Path, epochs: float, per_epoch: int) -> None:
-            assert start(options.data, out, epochs, per_epoch, log).wait() == 0, log.read_text()
-
-        run(folder / "trial", 1, 1000)
+        assert start(options.data, folder / "trial", 1, 1000, log).wait() == 0, log.read_text()
         rows = steps_of(folder / "trial")
         per_epoch = len(rows)
         seconds = (rows[-1]["seconds"] - rows[0]["seconds"]) / max(1, per_epoch - 1)
         epochs = max(1, round(options.minutes * 60 / seconds / per_epoch))
         print(f"{per_epoch} steps an epoch, {1000 * seconds:.0f} ms each: {epochs} epochs", flush=True)
-        run(folder / "peace", epochs, per_epoch)
+        peace = start(options.data, folder / "peace", epochs, per_epoch, log)
 
-        moments, kills, repeated = random.Random(0), 0, 0
+        began, moments, kills, repeated = time.monotonic(), random.Random(0), 0, 0
         while True:
             checkpoints = folder / "war" / "checkpoints"
             before = Checkpoints(checkpoints).last
@@ -91,10 +88,12 @@ def main() -> None:
                 reached = len(steps_of(folder / "war"))
                 repeated += reached % STEPS_BETWEEN_CHECKPOINTS
                 print(f"{time.strftime('%H:%M:%S')} kill {kills} at step {reached}", flush=True)
+        minutes = (time.monotonic() - began) / 60
+        assert peace.wait() == 0, log.read_text()
         assert_same(folder / "peace", folder / "war")
         assert_tidy(folder / "war")
         total = len(steps_of(folder / "war"))
-        print(f"{total} steps, {kills} kills, about {repeated} steps taken twice: every weight and loss bit-equal")
+        print(f"{total} steps in {minutes:.0f} min, {kills} kills, about {repeated} steps taken twice: bit-equal")
 
 
 if __name__ == "__main__":
