@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.result import Result
 
-NAMES = ("step", "memory", "views", "knn")
+NAMES = ("step", "memory", "views", "loader", "knn", "start", "growth")
 RESULTS = Path(__file__).parent / "results"
 
 
