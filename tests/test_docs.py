@@ -111,6 +111,9 @@ def shortened(words: list[str]) -> list[str]:
     elif verb == "detect" and not {"--eval-only", "--predict"} & set(small):
         small += ["--epochs", "1", "--batch-size", "2", "--image-size", "64", "--pictures", "1"]
         small += ["--set", "channels=16", "--set", "head_dim=32", "--set", "window=0", "--pyramid", "simple"]
+    elif verb == "bench":
+        small += ["--data", "shapes:64", "--steps", "1", "--workers", "0"]
+        small += [part for setting in (*SMALL_RUN, *SMALL_HEADS) for part in ("--set", setting)]
     elif verb == "demo":
         small += ["--budget", "1s"]
     return small
