@@ -82,6 +82,8 @@ def main() -> None:
             except subprocess.TimeoutExpired:
                 while process.poll() is None and Checkpoints(checkpoints).last == before:
                     time.sleep(0.1)  # a machine too slow to get anywhere between two kills would never end
+                if process.poll() == 0:  # it has come to its end meanwhile
+                    break
                 process.send_signal(signal.SIGKILL)
                 process.wait()
                 kills += 1
