@@ -53,6 +53,7 @@ TINY = [
         (["shapes", "--out", "OUT", "--recipe", "demo", "--resume", "OUT/none.pt"], "there is no checkpoint"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--init-from", "OUT/none"], "does not exist"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--device", "cuda"], "torch sees no GPU"),
+        (["shapes", "--out", "OUT", "--recipe", "demo", "--views", "gpu"], "must be one of cpu, device"),
     ],
 )
 def test_mistakes_end_in_one_line(

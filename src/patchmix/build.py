@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from patchmix import distributed
 from patchmix.config import Config, ModelConfig, ViewsConfig, check_known, coerce
 from patchmix.data.contract import Source
+from patchmix.data.device_views import Crops, change_colours
 from patchmix.data.loader import Batch, Loader
 from patchmix.data.memory import check_decodable
 from patchmix.data.sources import has_split, open_source
-from patchmix.data.views import CentreCrop, View, Views, to_float
+from patchmix.data.views import CentreCrop, View, Views, normalize_, to_float
 from patchmix.evaluate.features import Subset, as_channels, extract
 from patchmix.evaluate.knn import HEADLINE_K, accuracy, knn_predict
 from patchmix.methods.byol import BYOL
@@ -166,9 +167,11 @@ def build_source(config: Config) -> Source:
 
 
 def build_loader(config: Config, source: Source, image_size: int, *, pin_memory: bool = False) -> Loader:
+    views = build_views(config.views, image_size)
+    create = Views if config.runtime.views == "cpu" else Crops
     return Loader(
         source,
-        Views(build_views(config.views, image_size), seed=config.train.seed),
+        create(views, seed=config.train.seed),
         batch_size=config.train.batch_size,
         seed=config.train.seed,
         workers=config.runtime.workers,
@@ -180,10 +183,16 @@ def build_loader(config: Config, source: Source, image_size: int, *, pin_memory:
 
 
 def build_prepare(views: ViewsConfig, in_chans: int) -> Callable[[Batch], list[Tensor]]:
-    """uint8 views → normalised float images, on whatever device they are."""
+    """uint8 views → normalised float images, on whatever device they are; colours that are still to change do so."""
+
+    def floats(batch: Batch, number: int) -> Tensor:
+        if batch.colours is None:
+            return to_float(batch.views[number], views.mean, views.std)
+        pixels = change_colours(batch.views[number], batch.colours[:, number], max_sigma=views.sigma[1])
+        return normalize_(pixels, views.mean, views.std)
 
     def prepare(batch: Batch) -> list[Tensor]:
-        return [as_channels(to_float(view, views.mean, views.std), in_chans) for view in batch.views]
+        return [as_channels(floats(batch, number), in_chans) for number in range(len(batch.views))]
 
     return prepare
 

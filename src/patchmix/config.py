@@ -99,6 +99,7 @@ class RuntimeConfig:
 
     device: str = "auto"
     workers: int = 2
+    views: Literal["cpu", "device"] = "cpu"  # where colours are changed; the results differ by rounding only
     log_every: int = 10
     monitor_every: float = 10.0  # epochs; 0: only at the start and the end
     monitor_bank: int = 10_000

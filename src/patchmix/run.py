@@ -86,6 +86,7 @@ def pretrain(
     budget: str | float | None = None,
     batch_size: int | None = None,
     workers: int | None = None,
+    views: str | None = None,
     device: str | None = None,
     seed: int | None = None,
     compile: bool | None = None,
@@ -97,8 +98,9 @@ def pretrain(
     """Pre-trains a ViT on `data` and leaves everything in the folder `out`; see docs/quickstart.md.
 
     `config` is a config.yaml to start from instead of a recipe; `method` and `mix` choose what is trained (PatchMix);
-    `settings` are overrides such as "optim.base_lr=1e-3"; `resume` is "auto" (continue `out` if it has a checkpoint)
-    or a checkpoint's path; `init_from` takes encoder weights to start from.
+    `views` says where colours are changed, "cpu" (by workers) or "device"; `settings` are overrides such as
+    "optim.base_lr=1e-3"; `resume` is "auto" (continue `out` if it has a checkpoint) or a checkpoint's path; `init_from`
+    takes encoder weights to start from.
     """
     complete = configure(
         data,
@@ -111,6 +113,7 @@ def pretrain(
         budget=budget,
         batch_size=batch_size,
         workers=workers,
+        views=views,
         device=device,
         seed=seed,
         compile=compile,
@@ -132,6 +135,7 @@ def configure(
     budget: str | float | None = None,
     batch_size: int | None = None,
     workers: int | None = None,
+    views: str | None = None,
     device: str | None = None,
     seed: int | None = None,
     compile: bool | None = None,
@@ -158,7 +162,7 @@ def configure(
         data=dataclasses.replace(start.data, path=str(data)),
         train=dataclasses.replace(start.train, **given(batch_size=batch_size, budget_minutes=minutes, seed=seed)),
         runtime=dataclasses.replace(
-            start.runtime, **given(workers=workers, device=device, compile=compile, wandb=wandb)
+            start.runtime, **given(workers=workers, views=views, device=device, compile=compile, wandb=wandb)
         ),
     )
     chosen = [f"method.{key}={value}" for key, value in given(name=method, mix=mix).items()]

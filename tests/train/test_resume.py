@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from patchmix.cli import main
+from patchmix.run import Run
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import read_metrics
 
@@ -86,6 +88,20 @@ def test_kill_and_resume(undisturbed: Path, tmp_path: Path, kill_at: int, worker
     output = finish(start(out, "--workers", str(workers), "--resume", "auto"))
     assert "continuing at step" in output
     assert_same(undisturbed, out)
+
+
+def test_views_on_the_device_resume_exactly(undisturbed: Path, tmp_path: Path) -> None:
+    alone, out = tmp_path / "alone", tmp_path / "run"
+    device = [*TINY, "--views", "device", "--set", "runtime.keep_checkpoints=9"]
+    main(["pretrain", "shapes:512", "--out", str(alone), *device, "--workers", "0"])
+    assert Run(alone).config.runtime.views == "device"
+    assert 0 < abs(losses(alone)[0][1] - losses(undisturbed)[0][1]) < 0.01  # the same views, but for rounding
+
+    halfway = Checkpoints(alone / "checkpoints").path(12)  # what a killed run would have left
+    main(["pretrain", "shapes:512", "--out", str(out), *device, "--workers", "2", "--resume", str(halfway)])
+    one, other = (load_checkpoint(run / "checkpoints" / "last")["method"] for run in (alone, out))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert losses(out) == losses(alone)[12:]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

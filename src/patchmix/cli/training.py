@@ -25,6 +25,7 @@ def pretrain(
     budget: Text = None,
     batch_size: Count = None,
     workers: Count = None,
+    views: Text = None,
     device: Text = None,
     seed: Count = None,
     compile: bool = False,
@@ -49,6 +50,7 @@ def pretrain(
         budget: Wall-clock time instead of epochs, such as 45min or 2h.
         batch_size: Images per optimiser step, over all processes.
         workers: Processes that prepare images.
+        views: cpu, or device: then the workers only crop, and colours and blur are the GPU's work.
         device: auto, cpu or cuda.
         seed: Fixes every random number of the run.
         compile: Compile the method with torch.compile: minutes of warm-up, then faster on most GPUs.
@@ -74,6 +76,7 @@ def pretrain(
         budget=budget,
         batch_size=batch_size,
         workers=workers,
+        views=views,
         device=device,
         seed=seed,
         compile=compile or None,

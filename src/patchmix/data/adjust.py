@@ -17,7 +17,7 @@ Matrices = npt.NDArray[np.float32]
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R 601, as Pillow's "L"
 GRAY = np.tile(LUMA, (3, 1)).astype(np.float32)  # (3, 3)
 
-_BLUR_REACH = 3.0  # a blur kernel ends at this many sigmas
+BLUR_REACH = 3.0  # a blur kernel ends at this many sigmas
 _BLUR_STEPS = 128  # sigmas are told apart down to 1/128 pixel, so that kernels can be kept
 _BLUR_UNIT = 256  # OpenCV's fixed point for 8-bit smoothing
 
@@ -80,7 +80,7 @@ def blur(pixels: Pixels, sigma: float) -> Pixels:
 def _blur_kernel(steps: int) -> Matrices | None:
     """float32 (2 r + 1,); None where the neighbours' weight rounds to nothing."""
     sigma = max(steps, 1) / _BLUR_STEPS
-    reach = int(np.ceil(_BLUR_REACH * sigma))
+    reach = int(np.ceil(BLUR_REACH * sigma))
     weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
     weights = np.rint(weights / weights.sum() * _BLUR_UNIT)
     # Rounded by ourselves, with a sum of exactly 1: OpenCV rounds each weight to 1/256, which would change the

@@ -38,11 +38,13 @@ class Batch:
     labels: Tensor | None  # int64 (n,)
     epoch: int
     bad: tuple[str, ...]  # "key: reason" of the samples that could not be decoded
+    colours: Tensor | None = None  # float32 (n, views, 11): what device_views.py still has to do
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         labels = None if self.labels is None else change(self.labels)
+        colours = None if self.colours is None else change(self.colours)
         views = [change(view) for view in self.views]
-        return replace(self, views=views, indices=change(self.indices), labels=labels)
+        return replace(self, views=views, indices=change(self.indices), labels=labels, colours=colours)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
         """The same batch on another device."""
@@ -175,12 +177,14 @@ class _SkippingBatches(Dataset[Batch | ValueError]):
         indices = np.array(used, np.int64)
         views = self._transform(images, epoch=epoch, indices=indices)
         labels = self._source.labels
+        colours = getattr(self._transform, "colours", None)
         return Batch(
             views=[torch.from_numpy(view) for view in views],
             indices=torch.from_numpy(indices),
             labels=None if labels is None else torch.from_numpy(labels[indices]),
             epoch=epoch,
             bad=tuple(bad),
+            colours=None if colours is None else torch.from_numpy(colours(epoch=epoch, indices=indices)),
         )
 
     def _read(self, epoch: int, position: int) -> Pixels | Reduced:

@@ -135,10 +135,15 @@ class CentreCrop:
 
 def to_float(images: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> Tensor:
     """uint8 (N, h, w, 3) on any device → normalised float32 (N, 3, h, w), contiguous."""
-    scale = torch.tensor([1 / (255 * s) for s in std], dtype=torch.float32, device=images.device)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=torch.float32, device=images.device)
-    planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-    return planes.mul_(scale.view(3, 1, 1)).add_(shift.view(3, 1, 1))
+    return normalize_(images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format), mean, std)
+
+
+def normalize_(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """float32 (N, 3, h, w) in 0…255 → normalised, in place."""
+    # Channel by channel, with numbers: a tensor of them would make the host wait for the device.
+    for plane, m, s in zip(pixels.unbind(dim=1), mean, std, strict=True):
+        plane.mul_(1 / (255 * s)).add_(-m / s)
+    return pixels
 
 
 # Where each random number of a view stands in its row of draws.

@@ -1,0 +1,141 @@
+"""The colour half of the views, for whole batches on the device, with the parameters that views.py draws.
+
+Workers crop, resize and flip; what was drawn for the rest comes along as numbers. The operations are those of
+adjust.py in their order, in float32 and without 8 bits in between. Flipping commutes with all of them. Nothing loops
+over images, and nothing makes the host wait for the device: every shape is known beforehand.
+
+Shapes: N images in a batch, V views, h = w = a view's size.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchmix.data.adjust import BLUR_REACH, LUMA
+from patchmix.data.decode import Pixels, Reduced
+from patchmix.data.randomness import uniforms
+from patchmix.data.views import DRAWS, Indices, Parameters, View, Views, draw_parameters
+
+# What a view does to an image's colours, as a row of numbers. An image without jitter has factors 1 and hue 0.
+_ORDER = slice(0, 4)  # 0 brightness, 1 contrast, 2 saturation, 3 hue
+_FACTORS = slice(4, 7)  # of the first three
+_HUE, _GRAY, _SIGMA, _SOLARIZE = 7, 8, 9, 10  # turns of the colour circle; 0 or 1; pixels, 0 for none; 0 or 1
+
+
+class Crops:
+    """The transform of pre-training with `--views device`: the crops and flips of `Views`, their colours unchanged."""
+
+    def __init__(self, views: Sequence[View], *, seed: int) -> None:
+        self.views = tuple(views)
+        self.seed = seed
+        # Every parameter has its own random number, so leaving some operations out changes no other.
+        self._crops = Views([replace(view, jitter=0, gray=0, blur=0, solarize=0) for view in views], seed=seed)
+
+    def __call__(self, images: Sequence[Pixels | Reduced], *, epoch: int, indices: Indices) -> list[Pixels]:
+        return self._crops(images, epoch=epoch, indices=indices)
+
+    def reduction(self, height: int, width: int, *, epoch: int, index: int) -> int:
+        return self._crops.reduction(height, width, epoch=epoch, index=index)
+
+    def colours(self, *, epoch: int, indices: Indices) -> npt.NDArray[np.float32]:
+        """What is left to do: (N, V, 11), for `change_colours`."""
+        any_size = np.ones((len(indices), 2), np.int64)  # only crops depend on it
+        rows = []
+        for number, view in enumerate(self.views):
+            draw = uniforms(DRAWS, self.seed, epoch, indices, number)
+            rows.append(colour_rows(draw_parameters(view, any_size, draw)))
+        return np.stack(rows, axis=1)
+
+
+def colour_rows(drawn: Parameters) -> npt.NDArray[np.float32]:
+    """The parameters of N images in one view as `change_colours` takes them: (N, 11)."""
+    factors = [np.where(drawn.jitter, f, 1.0) for f in (drawn.brightness, drawn.contrast, drawn.saturation)]
+    hue = np.where(drawn.jitter, drawn.hue, 0) / 256
+    columns = [*drawn.order.T, *factors, hue, drawn.gray, drawn.sigma, drawn.solarize]
+    return np.stack(columns, axis=1).astype(np.float32)
+
+
+def change_colours(images: Tensor, rows: Tensor, *, max_sigma: float) -> Tensor:
+    """uint8 (N, h, w, 3), rows (N, 11) → float32 (N, 3, h, w) in 0…255, contiguous; no sigma is above `max_sigma`."""
+    pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    order, factors = rows[:, _ORDER], rows[:, _FACTORS]
+    # The hue's turn is the dear one. All images take it together, between what comes before it and what after.
+    turn_at = order.argmax(dim=1)
+    for place in (0, 1, 2):
+        pixels = _blend(pixels, order[:, place], factors, active=turn_at > place)
+    pixels = _turn_hue(pixels, _per_image(rows[:, _HUE]))
+    for place in (1, 2, 3):
+        pixels = _blend(pixels, order[:, place], factors, active=turn_at < place)
+    pixels = torch.lerp(_luma(pixels), pixels, 1 - _per_image(rows[:, _GRAY]))
+    pixels = _blur(pixels, rows[:, _SIGMA], math.ceil(BLUR_REACH * max_sigma))
+    return torch.where(_per_image(rows[:, _SOLARIZE]) > 0, torch.minimum(pixels, 255 - pixels), pixels)
+
+
+def _per_image(values: Tensor) -> Tensor:
+    """(N,) → (N, 1, 1, 1)."""
+    return values.view(-1, 1, 1, 1)
+
+
+def _luma(pixels: Tensor) -> Tensor:
+    """(N, 3, h, w) → (N, 1, h, w)."""
+    red, green, blue = pixels.chunk(3, dim=1)
+    r, g, b = (float(weight) for weight in LUMA)
+    return (red * r).add_(green, alpha=g).add_(blue, alpha=b)
+
+
+def _blend(pixels: Tensor, operation: Tensor, factors: Tensor, *, active: Tensor) -> Tensor:
+    """Brightness, contrast or saturation, for each image its own: towards black, its mean grey or each pixel's grey.
+
+    operation, active: (N,); factors: (N, 3). Images that are not active stay as they are.
+    """
+    chosen = factors.gather(1, operation.clamp(max=2).long()[:, None])[:, 0]
+    factor, operation = _per_image(torch.where(active, chosen, 1.0)), _per_image(operation)
+    luma = _luma(pixels)
+    mean = luma.mean(dim=(1, 2, 3), keepdim=True)
+    towards = torch.where(operation == 1, mean, luma * (operation == 2))
+    return torch.lerp(towards, pixels, factor).clamp_(0, 255)
+
+
+def _turn_hue(pixels: Tensor, turn: Tensor) -> Tensor:
+    """Through HSV and back, without its saturation; `turn`: (N, 1, 1, 1), in whole turns of the colour circle."""
+    red, green, blue = pixels.chunk(3, dim=1)
+    value = pixels.amax(dim=1, keepdim=True)
+    chroma = value - pixels.amin(dim=1, keepdim=True)
+    unit = chroma.clamp(min=1e-6)  # grey has no hue: then any one does
+    by_green = torch.where(value == green, (blue - red) / unit + 2, (red - green) / unit + 4)
+    sixths = torch.where(value == red, (green - blue) / unit, by_green) + 6 * turn  # of the circle
+    shifts = torch.arange(5, 0, -2, device=pixels.device).view(3, 1, 1)  # of red, green and blue
+    sixths = (sixths + shifts).remainder_(6)  # (N, 3, h, w)
+    return value - chroma * torch.minimum(sixths, 4 - sixths).clamp_(0, 1)
+
+
+def _blur(pixels: Tensor, sigma: Tensor, reach: int) -> Tensor:
+    """Gaussian blur, mirrored at the border; `sigma`: (N,), and what has 0 stays as it is."""
+    count, channels, height, width = pixels.shape
+    steps = torch.arange(-reach, reach + 1, device=pixels.device)
+    spread = sigma[:, None].clamp(min=1e-3)  # (N, 1)
+    weights = torch.exp(-0.5 * (steps / spread) ** 2) * (steps.abs() <= torch.ceil(BLUR_REACH * spread))
+    weights = weights / weights.sum(dim=1, keepdim=True)
+    # Each plane is a channel with a kernel of its own.
+    kernels = weights[:, None].expand(count, channels, 2 * reach + 1).reshape(count * channels, 1, 1, -1)
+    planes = pixels.reshape(1, count * channels, height, width)
+    with torch.autocast(pixels.device.type, enabled=False):  # bf16 would leave 8 bits of the sums
+        planes = planes.index_select(3, _mirrored(width, reach, pixels.device))
+        planes = F.conv2d(planes, kernels, groups=count * channels)
+        planes = planes.index_select(2, _mirrored(height, reach, pixels.device))
+        planes = F.conv2d(planes, kernels.transpose(2, 3), groups=count * channels)
+    return planes.view(count, channels, height, width)
+
+
+def _mirrored(size: int, reach: int, device: torch.device) -> Tensor:
+    """Where the pixels -reach … size + reach - 1 of a row are: … 2 1 0 1 2 …, as often as it takes."""
+    places = torch.arange(-reach, size + reach, device=device)
+    period = max(2 * (size - 1), 1)
+    places = places.remainder(period)
+    return torch.minimum(places, period - places) if size > 1 else places
