@@ -5,10 +5,16 @@ that any number of processes and accumulation steps sees the same global batches
 """
 
 import atexit
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import cv2
@@ -255,7 +261,8 @@ def _run(
 
 
 def _closing(loader: "DataLoader[Batch | ValueError]") -> Iterator[Batch]:
-    batches: Any = iter(loader)
+    with _interrupts_wait():  # workers inherit this, until they have settled what Ctrl-C means to them
+        batches: Any = iter(loader)
     try:
         for batch in batches:
             if isinstance(batch, ValueError):
@@ -273,11 +280,37 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(_: int) -> None:
-    """One core per worker; Ctrl-C is for the main process, whose end the DataLoader's watchdog notices."""
+    """One core per worker; Ctrl-C is for the main process, with which the worker ends."""
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    sys.excepthook = _tell  # also called by the thread that hands batches over
+    # torch's own watchdog takes the parent that it finds when it starts for the right one, though that may be dead.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # A spawned worker takes the interpreter down with it, while the thread that sends batches may be inside torch:
     # that aborts the process, and the DataLoader raises. A forked one leaves this way anyhow.
     atexit.register(os._exit, 0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(0)
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As usual, but for a parent that hung up because it ends."""
+    if not isinstance(error, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
