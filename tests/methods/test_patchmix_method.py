@@ -155,7 +155,7 @@ def test_a_term_that_is_off_costs_no_pass_and_changes_no_other(weights: tuple[fl
     expected = sum(w * outs[0][name] for w, name in zip(weights, ("oto", "mto", "mtm"), strict=True))
     torch.testing.assert_close(outs[1]["loss"], expected)
     oto, mto, mtm = (w != 0 for w in weights)
-    assert images == [6 * (oto + (mto or mtm)), 6 * (oto + mto + mtm)]
+    assert images == [6 * (oto + (mto or mtm)), *[6] * (oto + mto + mtm)]  # the queries' pass, then one for each key
 
 
 def test_normalised_mix_to_mix_sums_to_one() -> None:

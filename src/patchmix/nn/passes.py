@@ -15,8 +15,11 @@ from patchmix.nn.class_token import class_tokens
 def project(encoder: nn.Module, head: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
     """head(encoder(x)) of each batch: one pass of the encoder for each image size, heads batch by batch.
 
-    Batch norms in the head so see one view at a time, as if every batch had its own pass.
+    Batch norms in the head so see one view at a time, as if every batch had its own pass. Without gradients on the CPU
+    it has: there a larger pass is no faster, and takes more memory.
     """
+    if batches and not batches[0].is_cuda and not torch.is_grad_enabled():
+        return [head(class_tokens(encoder, batch)) for batch in batches]
     features: list[Tensor] = []
     for start, stop in _runs([batch.shape[-2:] for batch in batches]):
         together = class_tokens(encoder, torch.cat(list(batches[start:stop])))
