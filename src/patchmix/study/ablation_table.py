@@ -280,7 +280,10 @@ def _draw_over_cost(axis: Axes, table: Ablated, key: str) -> None:
             value, low, high = point
             color, bar = COLORS[i % len(COLORS)], [[value - low], [high - value]]
             axis.errorbar([cost], [value], yerr=bar, fmt="o", color=color, capsize=3, markersize=4, label=row.name)
-    axis.set_xscale("log")
+    if by_length:
+        axis.set_xscale("log")
+    else:
+        axis.set_xlim(left=0)  # so that the eye sees how much more one costs than another
     axis.set_xlabel("images seen" if by_length else "GFLOPs of training an image")
     if axis.containers:
         axis.legend(fontsize=7)
