@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
-from PIL import Image, ImageFilter, ImageOps
-from torchvision import transforms as T
+from PIL import Image, ImageOps
 from torchvision.transforms import functional as TF
 
-from patchmix.data.views import Parameters, View
+from patchmix.data.views import Parameters
 
 
 def render(image: np.ndarray, size: int, p: Parameters, i: int) -> np.ndarray:
@@ -65,27 +62,3 @@ def _bicubic(x: float) -> float:
     if x < 1:
         return 1.5 * x**3 - 2.5 * x**2 + 1
     return -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2 if x < 2 else 0.0
-
-
-class _PillowBlur:
-    def __init__(self, sigma: tuple[float, float]) -> None:
-        self.sigma = sigma
-
-    def __call__(self, picture: Image.Image) -> Image.Image:
-        return picture.filter(ImageFilter.GaussianBlur(random.uniform(*self.sigma)))
-
-
-def pipeline(view: View) -> T.Compose:
-    """The usual pre-training pipeline of torchvision's transforms on Pillow images, MoCo v3's order."""
-    jitter = T.ColorJitter(view.brightness, view.contrast, view.saturation, view.hue)
-    bicubic = T.InterpolationMode.BICUBIC
-    return T.Compose(
-        [
-            T.RandomResizedCrop(view.size, scale=view.area, ratio=view.ratio, interpolation=bicubic),
-            T.RandomApply([jitter], p=view.jitter),
-            T.RandomGrayscale(view.gray),
-            T.RandomApply([_PillowBlur(view.sigma)], p=view.blur),
-            T.RandomSolarize(128, p=view.solarize),
-            T.RandomHorizontalFlip(view.flip),
-        ]
-    )
