@@ -32,6 +32,13 @@ def is_main() -> bool:
     return rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
 
 
+def check_alone(what: str) -> None:
+    """A ValueError where torchrun started several processes for `what`, which each of them would do as a whole."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1:
+        raise ValueError(f"{what} is the work of one process, but {started} were started; start it without torchrun")
+
+
 class PeerLost(RuntimeError):
     """Another process of the group ended, or did not answer in time: this one can't go on."""
 
@@ -137,6 +144,15 @@ def broadcast_float(value: float, device: torch.device) -> float:
     tensor = torch.tensor(value, dtype=torch.float64, device=device)
     dist.broadcast(tensor, src=0)
     return float(tensor)
+
+
+def average(values: dict[str, float], device: torch.device) -> dict[str, float]:
+    """The mean of each value over the processes, on every process."""
+    if world_size() == 1:
+        return values
+    tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return dict(zip(values, (tensor / world_size()).tolist(), strict=True))
 
 
 def any_process(flag: bool, device: torch.device) -> bool:

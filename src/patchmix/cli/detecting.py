@@ -71,6 +71,7 @@ def detect(
     from patchmix.interop.backbone import load_backbone
 
     if predict:
+        distributed.check_alone("patchmix detect --predict")
         drawn = out or Path("predictions")
         for path in detection.predict(run, predict, drawn, threshold=threshold, device=device):
             print(f"wrote {path}")

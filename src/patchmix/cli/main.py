@@ -46,10 +46,17 @@ COMMANDS: dict[str, Any] = {
 }
 
 
+WRITE_ALONE = {"shards", "import", "export", "show", "report", "demo"}  # what several processes would write twice
+
+
 def main(args: list[str] | None = None) -> None:
     """Runs one command; a user's mistake ends in one line and exit code 2."""
     args = sys.argv[1:] if args is None else args
     try:
+        if "WORLD_SIZE" in os.environ and args and args[0] in WRITE_ALONE:
+            from patchmix.distributed import check_alone
+
+            check_alone(f"patchmix {args[0]}")
         if args[:1] == ["show"]:
             _dispatch(SHOW, args[1:], "patchmix show", "Draw figures.")
         else:

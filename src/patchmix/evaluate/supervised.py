@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from patchmix.data.loader import Batch, Loader
 from patchmix.evaluate.features import SMALL_IMAGES
 from patchmix.methods.method import Method
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, write_text
+from patchmix.train.lock import run_lock
 from patchmix.train.log import RunLog
 from patchmix.train.loop import Plan, train
 from patchmix.train.monitor import Evaluator
@@ -68,37 +70,39 @@ def fit(
 ) -> dict[str, float]:
     """Trains to the end of the plan and returns what the evaluator found last.
 
-    With a `folder`, checkpoints are kept there, and a call with the same `identity` goes on where one was stopped.
+    With a `folder`, checkpoints are kept there, and a call with the same `identity` goes on where one was stopped;
+    two at a time in one folder are refused.
     """
-    checkpoints, state = None, None
-    if folder is not None:
-        checkpoints = Checkpoints(folder / "checkpoints")
-        if checkpoints.last is not None:
-            state = load_checkpoint(checkpoints.last)
-            if state.get("identity") != dict(identity):
-                raise ValueError(f"{checkpoints.last} belongs to another evaluation; remove {folder} to start anew")
-    distributed.barrier()  # nobody writes before everybody has read
     main = distributed.is_main()
-    if folder is not None and main:
-        write_text(folder / "settings.json", json.dumps(dict(identity), indent=2) + "\n")
-    log = RunLog(folder if main else None, step=int(state["step"]) if state else 0)
-    try:
-        return train(
-            method,
-            loader,
-            plan,
-            optimizer=optimizer,
-            device=device,
-            prepare=prepare,
-            log=log,
-            checkpoints=checkpoints,
-            resume_from=state,
-            extra_state={"identity": dict(identity)},
-            evaluators=[evaluator],
-            on_bad_sample=_Warn(log),
-        )
-    finally:
-        log.close()
+    with run_lock(folder) if folder is not None and main else nullcontext():
+        checkpoints, state = None, None
+        if folder is not None:
+            checkpoints = Checkpoints(folder / "checkpoints")
+            if checkpoints.last is not None:
+                state = load_checkpoint(checkpoints.last)
+                if state.get("identity") != dict(identity):
+                    raise ValueError(f"{checkpoints.last} belongs to another evaluation; remove {folder} to start anew")
+        distributed.barrier()  # nobody writes before everybody has read
+        if folder is not None and main:
+            write_text(folder / "settings.json", json.dumps(dict(identity), indent=2) + "\n")
+        log = RunLog(folder if main else None, step=int(state["step"]) if state else 0)
+        try:
+            return train(
+                method,
+                loader,
+                plan,
+                optimizer=optimizer,
+                device=device,
+                prepare=prepare,
+                log=log,
+                checkpoints=checkpoints,
+                resume_from=state,
+                extra_state={"identity": dict(identity)},
+                evaluators=[evaluator],
+                on_bad_sample=_Warn(log),
+            )
+        finally:
+            log.close()
 
 
 def work_folder(out: Path | None, protocol: str, identity: Mapping[str, Any]) -> Path | None:

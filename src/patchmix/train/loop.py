@@ -147,7 +147,7 @@ def train(
             # -------------------------------------------------------------------------------------------------- log
             done = progress >= 1.0
             if step % plan.log_every == 0 or done:
-                values = watch.latest()
+                values = distributed.average(watch.latest(), device)
                 speed, waited = meter.read()
                 epoch = step / loader.steps_per_epoch
                 rates = {"lr": lr, "weight_decay": weight_decay, **method.scalars}
