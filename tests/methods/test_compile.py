@@ -67,7 +67,7 @@ def test_a_compiled_method_computes_the_same(name: str) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
     if name not in ("ibot", "regioncl"):
         assert sum(count > 0 for count in graphs) == 1  # every linear layer of the step is in one and the same graph
-    assert max(graphs) >= 10
+    assert max(graphs) >= 9
 
 
 @pytest.mark.slow

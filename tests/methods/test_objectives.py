@@ -13,7 +13,7 @@ from patchmix.build import METHODS
 from patchmix.methods.method import Method
 from patchmix.methods.swav import sinkhorn
 from patchmix.mixing import PatchMix
-from patchmix.nn.passes import all_tokens, project
+from patchmix.nn.passes import all_tokens
 from patchmix.nn.vit import create_encoder
 from tests.oracles import methods as oracle
 
@@ -54,6 +54,36 @@ def keys(method: Any, *batches: Tensor) -> list[Tensor]:
     return [g(f(x)) for x in batches]
 
 
+def together(method: Any, *batches: Tensor) -> list[Tensor]:
+    """Projections by one pass over all views, so that batch norms see them together: SimCLR and SwAV, as published."""
+    return list(method.projector(torch.cat([method.encoder(x) for x in batches])).chunk(len(batches)))
+
+
+LINEAR, AFFINE, NORM = "Linear(weight)", "Linear(weight,bias)", "BatchNorm(weight,bias)"
+DISTIL = [AFFINE, "GELU()", AFFINE, "GELU()", AFFINE]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "layers"),
+    [
+        ("mocov3", "projector", [LINEAR, NORM, "ReLU()", LINEAR, NORM, "ReLU()", LINEAR, "BatchNorm()"]),
+        ("mocov3", "predictor", [LINEAR, NORM, "ReLU()", LINEAR, "BatchNorm()"]),
+        ("simclr", "projector", [LINEAR, NORM, "ReLU()", LINEAR, "BatchNorm(weight)"]),
+        ("byol", "projector", [AFFINE, NORM, "ReLU()", LINEAR]),
+        ("byol", "predictor", [AFFINE, NORM, "ReLU()", LINEAR]),
+        ("swav", "projector", [AFFINE, NORM, "ReLU()", AFFINE]),
+        ("dino", "head.mlp", DISTIL),
+        ("ibot", "head.mlp", DISTIL),
+    ],
+)
+def test_heads_learn_what_the_authors_heads_learn(name: str, head: str, layers: list[str]) -> None:
+    found = []
+    for module in make(name).get_submodule(head):
+        learnt = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
+        found.append(f"{type(module).__name__}({','.join(learnt)})")
+    assert found == layers
+
+
 def test_mocov3() -> None:
     method = make("mocov3")
     shaken(method)
@@ -73,7 +103,9 @@ def test_mocov3() -> None:
 def test_simclr() -> None:
     method = make("simclr", temperature=0.3)
     x1, x2 = views()
-    z1, z2 = (method.projector(method.encoder(x)) for x in (x1, x2))
+    with torch.no_grad():
+        method.projector[-1].weight.uniform_(0.5, 2.0)  # the scale that is learnt
+    z1, z2 = together(method, x1, x2)
     out = method([x1, x2])
     assert out["loss"].item() == near(oracle.nt_xent(z1, z2, 0.3))
     assert out["ntxent/chance"].item() == near(math.log(11))
@@ -96,8 +128,7 @@ def test_byol() -> None:
 def test_swav(local: int) -> None:
     method = make("swav")
     x = views(local=local)
-    z = [method.projector(method.encoder(each)) for each in x]
-    expected = oracle.swav(z, method.prototypes, 0.1, 0.05, 3)
+    expected = oracle.swav(together(method, *x), method.prototypes, 0.1, 0.05, 3)
     assert method(x)["loss"].item() == near(expected)
 
 
@@ -131,13 +162,13 @@ def test_swav_queue_joins_the_balance_once_it_is_full() -> None:
     plain, method = make("swav"), make("swav", queue_length=12, queue_start=0.5)
     x, others = views(), [torch.randn(6, 3, 16, 16) for _ in range(2)]
     unit = torch.nn.functional.normalize
-    z, z_others = ([unit(f, dim=1) for f in project(plain.encoder, plain.projector, v)] for v in (x, others))
+    z, z_others = ([unit(f, dim=1) for f in together(plain, *v)] for v in (x, others))
     method.before_step(0.4)
     method(x)
     assert method.queued == 0  # not before its time
     method.before_step(0.5)
-    assert method(others)["loss"].item() == plain(others)["loss"].item()
-    assert method(x)["loss"].item() == plain(x)["loss"].item()  # half full until here
+    assert method(others)["loss"].item() == pytest.approx(plain(others)["loss"].item(), rel=1e-6)
+    assert method(x)["loss"].item() == pytest.approx(plain(x)["loss"].item(), rel=1e-6)  # half full until here
     newest_first = torch.stack([torch.cat(pair) for pair in zip(z, z_others, strict=True)])
     torch.testing.assert_close(method.queue, newest_first, atol=1e-5, rtol=1e-4)
     scores = z[0] @ method.prototypes.T

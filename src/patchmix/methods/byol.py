@@ -17,7 +17,7 @@ from patchmix.schedules import Cosine
 
 
 class BYOL(Method):
-    """Defaults are the paper's (Section 3.3)."""
+    """Defaults are the paper's (Section 3.3), for 1000 epochs."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ def regression(q: Tensor, z: Tensor) -> Tensor:
 
 
 def _head(in_dim: int, hidden: int, out_dim: int) -> nn.Sequential:
-    """Linear, batch norm, ReLU, linear; unlike MoCo v3's there is no batch norm on the output."""
+    """Linear, batch norm, ReLU, linear without bias; unlike MoCo v3's there is no batch norm on the output."""
     return nn.Sequential(
-        nn.Linear(in_dim, hidden), BatchNorm(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, out_dim)
+        nn.Linear(in_dim, hidden), BatchNorm(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, out_dim, bias=False)
     )

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.losses import Contrasts, place
 from patchmix.methods.method import Method, check_unit_interval
-from patchmix.nn.heads import mlp_head
+from patchmix.nn.heads import BatchNorm, mlp_head
 from patchmix.nn.passes import project
 
 
@@ -38,11 +38,15 @@ class SimCLR(Method):
             raise ValueError(f"head_layers is {head_layers}; it must be at least 1")
         self.encoder = encoder
         self.projector = mlp_head(head_layers, encoder.num_features, head_hidden, head_out)
+        scaled = BatchNorm(head_out)  # the last batch norm learns a scale, but no shift
+        scaled.bias.requires_grad_(False)
+        self.projector[-1] = scaled
         self.temperature = temperature
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), then any number of local crops, which look for both views of their image."""
-        z1, z2, *z_local = project(self.encoder, self.projector, views)
+        features = torch.cat(project(self.encoder, nn.Identity(), views))
+        z1, z2, *z_local = self.projector(features).chunk(len(views))  # batch norms see all views at once
         keys = torch.cat([distributed.gather_with_gradient(z) for z in (z1, z2)])  # (2K, D)
         n, k, offset = len(z1), len(keys) // 2, distributed.rank() * len(z1)
         loss = nt_xent(torch.cat([z1, z2]), keys, offset, self.temperature)

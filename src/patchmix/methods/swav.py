@@ -63,7 +63,8 @@ class SwAV(Method):
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), which give codes, then any number of local crops, which only predict them."""
-        z = [F.normalize(f.float(), dim=1) for f in project(self.encoder, self.projector, views)]
+        features = torch.cat(project(self.encoder, nn.Identity(), views))
+        z = F.normalize(self.projector(features).float(), dim=1).chunk(len(views))  # batch norms see all views at once
         prototypes = self.prototypes.detach() + 0.0 * self.prototypes if self.frozen else self.prototypes
         with torch.autocast(z[0].device.type, enabled=False):
             scores = [each @ prototypes.T for each in z]  # (N, prototypes)
