@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from patchmix.train.allocator import with_huge_pages
+
 ROOT = Path(__file__).resolve().parents[1]
 JEMALLOC_PLACES = (
     "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2",
@@ -32,6 +34,8 @@ class Child:
 
     def __init__(self, **what: Any) -> None:
         environment = dict(os.environ)
+        if what.get("allocator") == "kept":
+            environment = with_huge_pages(environment)
         if what.get("allocator") == "jemalloc":
             library = jemalloc()
             assert library is not None

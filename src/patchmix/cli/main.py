@@ -9,6 +9,7 @@ from typing import Any
 import tyro
 
 from patchmix.cli import detecting, judging, machine, pictures, preparing, training, weights
+from patchmix.train.allocator import restart_with_huge_pages
 
 
 def show() -> None:
@@ -46,12 +47,16 @@ COMMANDS: dict[str, Any] = {
 }
 
 
+COMPUTE = {"pretrain", "demo", "ablate", "compare", "knn", "linear", "finetune", "detect", "embed", "bench"}
 WRITE_ALONE = {"shards", "import", "export", "show", "report", "demo"}  # what several processes would write twice
 
 
 def main(args: list[str] | None = None) -> None:
     """Runs one command; a user's mistake ends in one line and exit code 2."""
-    args = sys.argv[1:] if args is None else args
+    if args is None:
+        args = sys.argv[1:]
+        if args and args[0] in COMPUTE:
+            restart_with_huge_pages()
     try:
         if "WORLD_SIZE" in os.environ and args and args[0] in WRITE_ALONE:
             from patchmix.distributed import check_alone

@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from patchmix.train.allocator import can_ask_for_huge_pages, page_policy
+
 Verdict = Literal["ok", "could be better", "missing"]
 SIGNS: dict[Verdict, str] = {"ok": "[green]✓[/]", "could be better": "[yellow]![/]", "missing": "[red]✗[/]"}
 EXTRAS = {"wandb": "wandb", "onnx": "onnx"}
@@ -113,15 +115,14 @@ def memory() -> Iterator[Finding]:
     else:
         remedy = "freed memory goes back to the system at every step; preload jemalloc where there is one"
         yield Finding("allocator", "the system's own", "could be better", remedy)
-    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    try:
-        chosen = re.search(r"\[(\w+)\]", pages.read_text())
-    except OSError:  # not Linux
-        return
-    if chosen and chosen[1] == "never":
-        yield Finding("huge pages", "never", "could be better", f"as root: echo madvise > {pages}")
-    elif chosen:
-        yield Finding("huge pages", chosen[1])
+    policy = page_policy()
+    if policy == "never" or (policy == "madvise" and not can_ask_for_huge_pages()):
+        better = "madvise" if policy == "never" else "always"
+        remedy = f"as root: echo {better} > /sys/kernel/mm/transparent_hugepage/enabled"
+        yield Finding("huge pages", policy, "could be better", remedy)
+    elif policy is not None:
+        asked = "; commands that compute ask for them" if policy == "madvise" else ""
+        yield Finding("huge pages", policy + asked)
 
 
 def _has_mallopt() -> bool:

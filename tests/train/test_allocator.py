@@ -1,0 +1,79 @@
+"""Commands that compute restart themselves once, as the same process, so that their tensors lie in huge pages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from patchmix.train import allocator
+from patchmix.train.allocator import HUGE_PAGES, TUNABLES, can_ask_for_huge_pages, page_policy, with_huge_pages
+
+SCRIPT = """
+import os, sys
+from patchmix.train.allocator import restart_with_huge_pages
+print("begins", os.getpid(), flush=True)
+restart_with_huge_pages()
+held = bytearray(64 << 20)
+lines = open("/proc/self/smaps_rollup").read().splitlines()
+huge = next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+print("goes on", os.getpid(), sys.argv[1:], huge)
+"""
+asked_only = pytest.mark.skipif(
+    page_policy() != "madvise" or not can_ask_for_huge_pages(), reason="this system does not give huge pages on request"
+)
+
+
+def run(**environment: str) -> list[str]:
+    known = {name: value for name, value in os.environ.items() if name != TUNABLES}
+    command = [sys.executable, "-c", SCRIPT, "two words", "--flag"]
+    done = subprocess.run(command, env={**known, **environment}, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@asked_only
+def test_a_command_begins_anew_once_with_its_arguments_and_gets_huge_pages() -> None:
+    first, again, last = run()
+    assert first == again and first.startswith("begins")  # the same process
+    pid = first.removeprefix("begins ")
+    assert last.startswith(f"goes on {pid} ['two words', '--flag']")
+    assert int(last.split()[-1]) >= 32 << 10  # kB, of the 64 MB
+
+
+@asked_only
+def test_what_the_user_has_set_stays() -> None:
+    first, last = run(**{TUNABLES: f"{HUGE_PAGES}=0"})
+    assert first.startswith("begins") and last.endswith(" 0")
+    other = "glibc.malloc.check=0"
+    assert len(run(**{TUNABLES: other})) == 3
+    assert with_huge_pages({TUNABLES: other, "A": "b"}) == {TUNABLES: f"{other}:{HUGE_PAGES}=1", "A": "b"}
+
+
+@pytest.mark.parametrize("policy", ["always", "never", None])
+def test_nothing_begins_anew_where_it_is_of_no_use(policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("began anew"))
+    monkeypatch.delenv(TUNABLES, raising=False)
+    monkeypatch.setattr(allocator, "page_policy", lambda: policy)
+    allocator.restart_with_huge_pages()
+    monkeypatch.setattr(allocator, "page_policy", lambda: "madvise")
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libjemalloc.so.2")
+    allocator.restart_with_huge_pages()
+
+
+def test_the_command_asks_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from patchmix.cli import main
+
+    asked: list[bool] = []
+    monkeypatch.setattr(sys.modules["patchmix.cli.main"], "restart_with_huge_pages", lambda: asked.append(True))
+    monkeypatch.chdir(tmp_path)
+    for words, times in ((["knn", "--help"], 1), (["doctor", "--help"], 1), (["--help"], 1)):
+        monkeypatch.setattr(sys, "argv", ["patchmix", *words])
+        with pytest.raises(SystemExit):
+            main()
+        assert len(asked) == times
+    with pytest.raises(SystemExit):
+        main(["knn", "--help"])  # called by a program, which must not begin anew
+    assert len(asked) == 1
