@@ -13,7 +13,8 @@ from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from tests.faults.trainee import STEPS, TINY, assert_same
 
 Row = tuple[str, int, str]
-COMMON = [*TINY, "--workers", "0", "--resume", "auto", "--set", "model.drop_path=0", "--mix-across"]
+COMMON = [*TINY, "--epochs", "2", "--workers", "0", "--resume", "auto", "--set", "model.drop_path=0", "--mix-across"]
+ALL_STEPS = 2 * STEPS
 
 
 def start(out: Path, processes: int, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -89,7 +90,7 @@ def other_number_of_processes(folder: Path, times: int = 1) -> Row:
             output, _ = process.communicate(timeout=600)
             assert "its checkpoint is written" in output, output
             assert f"{after} process" in finish(start(out, after))
-            assert load_checkpoint(out / "checkpoints" / "last")["step"] == STEPS
+            assert load_checkpoint(out / "checkpoints" / "last")["step"] == ALL_STEPS
             assert_same(undisturbed(folder), out, tolerance=1e-4)
     return "2 → 1 and 1 → 2 processes with the same global batch and --mix-across", times, "nothing (weights to 1e-4)"
 

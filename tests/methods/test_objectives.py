@@ -155,6 +155,7 @@ def test_swav_prototypes_are_unit_and_freeze_for_the_first_part_only() -> None:
         method.zero_grad()
         method(views())["loss"].backward()
         assert (method.prototypes.grad.abs().max() > 0) == moves
+        assert [p is method.prototypes for p in method.fixed_parameters()] == ([] if moves else [True])
         assert method.projector[0].weight.grad.abs().max() > 0
 
 
@@ -214,6 +215,7 @@ def test_teacher_temperature_rises_linearly_and_the_last_layer_freezes(name: str
         method.zero_grad()
         method(views())["loss"].backward()
         assert (method.head.prototypes.grad.abs().max() > 0) == (progress >= 0.3)
+        assert len(list(method.fixed_parameters())) == (0 if progress >= 0.3 else 1)
         assert method.head.mlp[0].weight.grad.abs().max() > 0
 
 

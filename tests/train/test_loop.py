@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,6 +133,28 @@ def test_accumulation_equals_the_large_batch_where_terms_are_independent(tmp_pat
         methods.append(Mean())
         run(methods[-1], tmp_path / name, loader, accumulate=accumulate)
     torch.testing.assert_close(methods[0].encoder.weight, methods[1].encoder.weight)
+
+
+def test_what_is_fixed_is_met_by_the_optimiser_only_once_it_is_released(tmp_path: Path) -> None:
+    class Held(Toy):
+        def fixed_parameters(self) -> list[nn.Parameter]:
+            return [self.encoder.weight] if self.steps <= 6 else []
+
+        def after_step(self, progress: float) -> None:
+            seen.append(self.encoder.weight.detach().clone())
+
+    seen: list[Tensor] = []
+    method = Held()
+    started = method.encoder.weight.detach().clone()
+    optimizer = build_optimizer(method)
+    with closing(RunLog(tmp_path)) as log:
+        train(
+            method, Numbers(), plan(), optimizer=optimizer, device=torch.device("cpu"), prepare=lambda b: b.x, log=log
+        )
+    moved = [not torch.equal(weight, started) for weight in seen]
+    assert moved == [False] * 6 + [True] * 6
+    assert int(optimizer.state[method.encoder.weight]["step"]) == 6
+    assert int(optimizer.state[method.encoder.bias]["step"]) == 12
 
 
 def test_clipping_bounds_the_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

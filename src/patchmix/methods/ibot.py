@@ -134,6 +134,9 @@ class IBOT(Method):
             self.scalars[name] = low + (high - low) * rise
         self.head.frozen = progress < self.freeze_last_layer
 
+    def fixed_parameters(self) -> list[nn.Parameter]:
+        return self.head.fixed_parameters()
+
     def after_step(self, progress: float) -> None:
         self.scalars["momentum"] = self.momentum(progress)
         self.momentum_copy.update(self._student(), self.scalars["momentum"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,10 @@ class Method(nn.Module):
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         raise AssertionError("a method defines forward(views)")
+
+    def fixed_parameters(self) -> Iterable[nn.Parameter]:
+        """What the optimiser leaves alone in this step, moments included. It must have a gradient all the same."""
+        return ()
 
     def after_step(self, progress: float) -> None:
         """After the optimiser step: moving averages, centres."""

@@ -102,6 +102,9 @@ class SwAV(Method):
         self.frozen, self.queueing = progress < self.freeze_prototypes, progress >= self.queue_start
         self.prototypes.copy_(F.normalize(self.prototypes, dim=1))
 
+    def fixed_parameters(self) -> list[nn.Parameter]:
+        return [self.prototypes] if self.frozen else []
+
 
 def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
     """Codes that spread a batch evenly over the prototypes (Eqs. 3-5): (B, K) scores → (B, K), rows sum to 1."""

@@ -13,7 +13,7 @@ class PrototypeHead(nn.Module):
     """A three-layer MLP with GELU, unit length, then K prototypes by a weight-normalised linear layer: (…, D) → (…, K).
 
     With `fixed_length` all prototypes have length 1; otherwise their lengths are learned. While `frozen`, the
-    prototypes get a gradient of zero (not none: every process must have one), and with unit length stay as they are.
+    prototypes get a gradient of zero (not none: processes exchange it); the optimiser is told to leave them alone.
     """
 
     def __init__(
@@ -30,6 +30,11 @@ class PrototypeHead(nn.Module):
         self.prototypes = nn.Parameter(F.normalize(torch.randn(out_dim, bottleneck), dim=1))
         self.lengths = None if fixed_length else nn.Parameter(torch.ones(out_dim))
         self.frozen = False
+
+    def fixed_parameters(self) -> list[nn.Parameter]:
+        if not self.frozen:
+            return []
+        return [self.prototypes] if self.lengths is None else [self.prototypes, self.lengths]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scores(self.embed(x))

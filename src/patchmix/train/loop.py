@@ -137,6 +137,8 @@ def train(
             # --------------------------------------------------------------------------------------- optimiser step
             if plan.clip_grad:
                 nn.utils.clip_grad_norm_(method.parameters(), plan.clip_grad)
+            for parameter in method.fixed_parameters():
+                parameter.grad = None
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             method.after_step(progress)
