@@ -1,4 +1,4 @@
-"""Two processes under torchrun: one is killed, the group starts again; and fewer or more go on than began."""
+"""Two processes: one is killed, all are told to stop, and fewer or more go on than began."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
-from tests.faults.trainee import STEPS, TINY, assert_same
+from patchmix.train.loop import STEPS_BETWEEN_AGREEMENTS
+from tests.faults.trainee import STEPS, TINY, assert_same, assert_tidy
 
 Row = tuple[str, int, str]
 COMMON = [*TINY, "--epochs", "2", "--workers", "0", "--resume", "auto", "--set", "model.drop_path=0", "--mix-across"]
@@ -91,8 +92,58 @@ def other_number_of_processes(folder: Path, times: int = 1) -> Row:
             assert "its checkpoint is written" in output, output
             assert f"{after} process" in finish(start(out, after))
             assert load_checkpoint(out / "checkpoints" / "last")["step"] == ALL_STEPS
-            assert_same(undisturbed(folder), out, tolerance=1e-4)
-    return "2 → 1 and 1 → 2 processes with the same global batch and --mix-across", times, "nothing (weights to 1e-4)"
+            assert_same(undisturbed(folder), out, tolerance=1e-5)
+    return "2 → 1 and 1 → 2 processes with the same global batch and --mix-across", times, "nothing (weights to 1e-5)"
 
 
-ELASTIC = [killed_rank, other_number_of_processes]
+def stopped_by_signals(folder: Path, times: int = 1) -> Row:
+    """SIGTERM, and SIGINT to the process group as a terminal's Ctrl-C, to `patchmix pretrain --devices 2`."""
+    for i in range(times):
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            out, scratch = folder / f"{signum.name}{i}", folder / f"tmp-{signum.name}{i}"
+            scratch.mkdir()
+            process = start_devices(out, scratch)
+            wait_for_checkpoint(process, out)
+            assert len(descendants(scratch)) >= 5  # the command, two that train, one each that prepares images
+            send = os.killpg if signum == signal.SIGINT else os.kill
+            send(process.pid, signum)
+            output = finish(process, 128 + signum)
+            assert output.count("its checkpoint is written") == 1 and "Traceback" not in output, output
+            assert load_checkpoint(out / "checkpoints" / "last")["step"] % STEPS_BETWEEN_AGREEMENTS == 0
+            assert descendants(scratch) == [] and not list(scratch.glob("patchmix-*"))
+            assert "continuing at step" in finish(start_devices(out, scratch))
+            assert_same(undisturbed(folder), out)
+            assert_tidy(out)
+    return (
+        "SIGTERM, and Ctrl-C, to --devices 2",
+        times,
+        "exit codes 143 and 130, no process left; resumed: every weight and loss bit-equal",
+    )
+
+
+def start_devices(out: Path, scratch: Path) -> subprocess.Popen[str]:
+    """`patchmix pretrain --devices 2`, in a process group of its own; its processes know `scratch`."""
+    command = [sys.executable, "-m", "patchmix", "pretrain", "shapes:512", "--out", str(out), *COMMON]
+    return subprocess.Popen(
+        [*command, "--workers", "1", "--devices", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
+        start_new_session=True,
+    )
+
+
+def descendants(scratch: Path) -> list[int]:
+    """All processes that were started with this TMPDIR, and theirs."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"TMPDIR={scratch}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+ELASTIC = [killed_rank, other_number_of_processes, stopped_by_signals]
