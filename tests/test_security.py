@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,8 @@ from patchmix.config import from_yaml
 from patchmix.data.decode import DecodeError, decode
 from patchmix.interop.importing import import_checkpoint
 from patchmix.train.checkpoint import load_checkpoint
-from tests.faults.elastic import ranks
+from tests.evaluate.detection.conftest import write_split
+from tests.faults.elastic import descendants
 from tests.faults.injections import bomb
 from tests.faults.trainee import TINY
 
@@ -156,37 +160,88 @@ def test_a_bomb_is_refused_by_its_header() -> None:
         decode(bomb(30_000, 30_000), "bomb.png")
 
 
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # as the kernel writes addresses
+reads_proc = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc/net")
+
+
 def listening(pid: int) -> set[str]:
-    """The addresses, as the kernel writes them, at which a process waits for connections."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = str(link.readlink())
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    rows = [row.split() for f in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{f}").read_text().splitlines()[1:]]
-    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+    """The addresses at which a process waits for TCP connections or UDP packets."""
+    inodes, tables = set(), {}
+    with suppress(OSError):  # it ended while we looked
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed while we looked
+                inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+        tables = {name: Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6", "udp", "udp6")}
+    rows = [(name, row.split()) for name, table in tables.items() for row in table.splitlines()[1:]]
+    waiting = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
+    return {row[1].split(":")[0] for name, row in rows if row[3] == waiting[name] and row[9] in inodes}
 
 
+def watch(process: subprocess.Popen[bytes], scratch: Path) -> Iterator[tuple[int, set[str]]]:
+    """While the process runs: how many there are below its TMPDIR `scratch`, and where they listen."""
+    deadline = time.monotonic() + 600
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        pids = descendants(scratch)
+        yield len(pids), {address for pid in pids for address in listening(pid)}
+        time.sleep(0.05)
+
+
+@reads_proc
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_the_look_at_sockets_would_notice(kind: socket.SocketKind) -> None:
+    assert not listening(os.getpid())
+    for address, shown in (("127.0.0.1", "0100007F"), ("0.0.0.0", "00000000")):
+        with socket.socket(type=kind) as server:
+            server.bind((address, 0))
+            if kind == socket.SOCK_STREAM:
+                server.listen()
+            assert listening(os.getpid()) == {shown}
+
+
+@reads_proc
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc/net")
-@pytest.mark.parametrize("devices", [1, 2])
-def test_only_the_loopback_interface_is_listened_at_and_only_by_several_processes(devices: int, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    command = [sys.executable, "-m", "patchmix", "pretrain", "shapes:512", "--out", str(out), *TINY, "--epochs", "50"]
-    process = subprocess.Popen([*command, "--workers", "0", "--devices", str(devices)], stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 300
-        while not (out / "checkpoints").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        workers = ranks(out)
-        assert len(workers) == devices
-        found = {address for pid in (process.pid, *workers) for address in listening(pid)}
-        assert found <= {"0100007F", "00000000000000000000000001000000"}, found
-        assert bool(found) == (devices > 1)
-    finally:
-        process.terminate()
-        process.wait(120)
+def test_one_process_listens_nowhere(tmp_path: Path) -> None:
+    """Training, every evaluation and the report, one after the other, with their workers: not even on the loopback."""
+    run, coco = tmp_path / "run", tmp_path / "coco"
+    write_split(coco, "train2017", 5)
+    write_split(coco, "val2017", 4)
+    small = ["--batch-size", "2", "--image-size", "64", "--pyramid", "simple"]
+    for setting in ("channels=16", "head_dim=16", "smallest_anchor=8", "rois_per_image=16"):
+        small += ["--set", setting]
+    verbs = [
+        ["pretrain", "shapes:512", "--out", run, *TINY, "--workers", "1"],
+        ["knn", run, "--data", "shapes:64"],
+        ["linear", run, "--data", "shapes:64", "--protocol", "fast", "--epochs", "5"],
+        ["linear", run, "--data", "shapes:64", "--epochs", "1"],
+        ["finetune", run, "--data", "shapes:64", "--epochs", "1"],
+        ["detect", run, "--data", coco, "--epochs", "1", *small],
+        ["embed", run, "--data", "shapes:64", "--out", tmp_path / "vectors.parquet"],
+        ["report", run, "--images", "50"],
+    ]
+    code = (
+        f"from patchmix.cli import main\nfor words in {[[str(word) for word in verb] for verb in verbs]}: main(words)"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PATCHMIX_CACHE": str(tmp_path / "cache")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, env=environment | {"OMP_NUM_THREADS": "1"}
+    )
+    seen = list(watch(process, tmp_path))
+    assert process.returncode == 0 and (run / "report.html").exists()
+    assert max(count for count, _ in seen) >= 2  # the loader's workers were looked at, too
+    assert set().union(*(found for _, found in seen)) == set()
+
+
+@reads_proc
+@pytest.mark.slow
+def test_several_processes_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "patchmix", "pretrain", "shapes:512", "--out", str(tmp_path / "run"), *TINY]
+    process = subprocess.Popen(
+        [*command, "--workers", "0", "--devices", "2"],
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    seen = list(watch(process, tmp_path))
+    assert process.returncode == 0 and max(count for count, _ in seen) >= 3
+    found = set().union(*(found for _, found in seen))
+    assert found and found <= LOOPBACK
