@@ -16,7 +16,7 @@ from pathlib import Path
 from patchmix.train.log import read_metrics
 
 MODEL = [
-    *("--recipe", "paper", "--model", "vit_tiny_patch4_32", "--batch-size", "128", "--workers", "0"),
+    *("--recipe", "paper", "--model", "vit_tiny_patch8_32", "--batch-size", "128", "--workers", "0"),
     *("--set", "runtime.monitor_bank=64", "--set", "runtime.monitor_queries=32", "--set", "runtime.log_every=5"),
     *("--set", "runtime.checkpoint_epochs=1000", "--set", "runtime.checkpoint_minutes=1000"),
 ]

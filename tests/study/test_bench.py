@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import shutil
 import time
 
 import pytest
@@ -63,3 +64,14 @@ def test_the_command_measures_a_model(method: str, capsys: pytest.CaptureFixture
     assert {"forward", "backward", "optimiser"} <= set(told["phases"])
     assert ("keys" in told["phases"] and "mixing" in told["phases"]) == (method == "patchmix")
     assert 0 <= told["loader_wait"] <= 1 and told["ceiling_share"]["median"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_what_compiling_takes_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [part for s in SMALL for part in ("--set", s)]
+    common = ["bench", "--data", "shapes:32", "--recipe", "demo", "--batch-size", "8", "--workers", "0"]
+    main([*common, "--steps", "2", "--json", "--compile", *settings])
+    told = json.loads(capsys.readouterr().out)
+    assert told["compiling_seconds"] > told["step_seconds"]["high"]
+    assert "keys" not in told["phases"] and {"forward", "backward"} <= set(told["phases"])

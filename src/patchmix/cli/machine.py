@@ -32,6 +32,7 @@ def bench(
     batch_size: int = 64,
     workers: Count = None,
     device: Text = None,
+    compile: bool = False,
     steps: int = 5,
     as_json: AsJson = False,
     settings: Set = (),
@@ -46,6 +47,7 @@ def bench(
         batch_size: Images per step.
         workers: Processes that prepare images.
         device: auto, cpu or cuda.
+        compile: As for pretrain; what compiling takes is told apart.
         steps: Steps to measure, after one to warm up.
     """
     if steps < 1:
@@ -67,6 +69,7 @@ def bench(
         batch_size=batch_size,
         workers=workers,
         device=device,
+        compile=compile or None,
         settings=settings,
     )
     target = distributed.local_device(config.runtime.device)
@@ -101,6 +104,7 @@ def bench(
         flops=flops,
         autocast=build.precision(config.train.precision, target),
         steps=steps,
+        compiled=config.runtime.compile,
     )
     if as_json:
         print(json.dumps(speed.as_dict(), indent=1))

@@ -15,10 +15,12 @@ from patchmix.nn.class_token import class_tokens
 def project(encoder: nn.Module, head: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
     """head(encoder(x)) of each batch: one pass of the encoder for each image size, heads batch by batch.
 
-    Batch norms in the head so see one view at a time, as if every batch had its own pass. Without gradients on the CPU
-    it has: there a larger pass is no faster, and takes more memory.
+    Batch norms in the head so see one view at a time, as if every batch had its own pass. It has where that saves
+    memory at no loss: without gradients on the CPU, where a larger pass is no faster, and where activations are
+    computed again, so that only one batch's are there at a time.
     """
-    if batches and not batches[0].is_cuda and not torch.is_grad_enabled():
+    alone = not torch.is_grad_enabled() and not any(batch.is_cuda for batch in batches)
+    if alone or (torch.is_grad_enabled() and getattr(encoder, "grad_checkpointing", False)):
         return [head(class_tokens(encoder, batch)) for batch in batches]
     features: list[Tensor] = []
     for start, stop in _runs([batch.shape[-2:] for batch in batches]):

@@ -32,6 +32,7 @@ class Speed:
     phases: dict[str, float]  # shares of a step
     peak_gb: float  # model, optimiser and activations
     loader_wait: float | None  # share of the time, when views are made on the way
+    compiling_seconds: float | None = None  # by which the first step was longer than the others
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,16 +47,22 @@ def measure_speed(
     flops: float | None,
     autocast: torch.dtype | None = None,
     steps: int = 5,
+    compiled: bool = False,
 ) -> Speed:
-    """Trains a few steps. `flops`: of one step by the closed form, forward and backward."""
+    """Trains a few steps. `flops`: of one step by the closed form, forward and backward.
+
+    With `compiled` the method is compiled, as `pretrain --compile` does it.
+    """
+    if compiled:
+        method.compile()
     before = 0 if device.type == "cuda" else resident_bytes()
     reset_peak(device)
     optimizer = build_optimizer(method)
     stream = batches()
     views = prepare(next(stream).to(device))
     step = Iteration(method, optimizer, views, autocast=autocast)
-    for _ in range(2):  # the second has the optimiser's state beside the activations
-        step()
+    first = seconds(step, device)
+    step()  # now with the optimiser's state beside the activations
     peak = peak_bytes(device) - before
     products = Gemm(device, autocast or torch.float32)
     times = in_turns({"step": lambda: seconds(step, device), "gemm": products.rate}, steps, warm_up=0)
@@ -70,7 +77,7 @@ def measure_speed(
     wait = waited / (time.perf_counter() - began)
 
     phases = Phases(device)
-    timed = Iteration(method, optimizer, views, autocast=autocast, phases=phases)
+    timed = Iteration(method, optimizer, views, autocast=autocast, phases=phases, compiled=compiled)
     for _ in range(2):
         timed()
     whole = sum(phases.seconds.values())
@@ -88,6 +95,7 @@ def measure_speed(
         phases={name: spent / whole for name, spent in phases.seconds.items()},
         peak_gb=peak / 2**30,
         loader_wait=wait,
+        compiling_seconds=max(0.0, first - spread.median) if compiled else None,
     )
 
 
@@ -100,6 +108,8 @@ def print_speed(speed: Speed, title: str, console: Console | None = None) -> Non
     phases = ", ".join(f"{name} {100 * share:.1f} %" for name, share in speed.phases.items())
     table.add_row("phases", phases)
     table.add_row("peak memory", f"{speed.peak_gb:.2f} GB")
+    if speed.compiling_seconds is not None:
+        table.add_row("compiling", f"{speed.compiling_seconds:.0f} s, once")
     if speed.loader_wait is not None:
         table.add_row("waiting for data", f"{100 * speed.loader_wait:.1f} % of the time")
     (console or Console()).print(table)

@@ -36,7 +36,8 @@ class TimedMix:
 class Iteration:
     """What the loop does in a step, on views that are there already.
 
-    Telling phases apart makes a GPU wait between them; without `phases` nothing is in the way.
+    Telling phases apart makes a GPU wait between them; without `phases` nothing is in the way. Of a `compiled` method
+    keys and mixing belong to the forward pass: its graph is not cut open to time them.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class Iteration:
         *,
         autocast: torch.dtype | None = None,
         phases: Phases | None = None,
+        compiled: bool = False,
     ) -> None:
         self.method, self.optimizer, self.views = method, optimizer, list(views)
         self.device = self.views[0].device
         self._autocast, self._phases = autocast, phases
         self._step = 0
-        if phases is not None:
+        if phases is not None and not compiled:
             if hasattr(method, "mix"):
                 method.mix = TimedMix(method.mix, phases)  # type: ignore[assignment]
             if hasattr(method, "keys"):
