@@ -122,6 +122,29 @@ def test_one_that_does_not_is_named(server: Server) -> None:
         opened(f"{server.url}/part-1.tar")
 
 
+def test_a_shard_of_another_size_than_its_index_says_is_refused(server: Server, tmp_path: Path) -> None:
+    write_shards("shapes:20", tmp_path / "served" / "w", split="train", per_shard=10, progress=False)
+    source = opened(f"{server.url}/w/train-{{000000..000001}}.tar")
+    path = tmp_path / "served" / "w" / "train-000001.tar"
+    whole = path.read_bytes()
+    path.write_bytes(whole + bytes(512))  # arrives as a whole, so that the server's own word is kept
+    with pytest.raises(ValueError, match=rf"cannot be fetched \({len(whole) + 512} bytes arrived, not {len(whole)}; 4"):
+        source.load(15)
+    path.write_bytes(whole)
+    assert source.load(15).shape == (32, 32, 3)
+
+
+def test_a_kept_shard_of_another_size_is_fetched_again(server: Server, tmp_path: Path, cache: Path) -> None:
+    write_shards("shapes:20", tmp_path / "served" / "w", split="train", per_shard=10, progress=False)
+    source = opened(f"{server.url}/w/train-{{000000..000001}}.tar")
+    right = source.load(15)
+    (kept,) = cache.glob("*-train-000001.tar")
+    kept.write_bytes(kept.read_bytes()[:700])
+    source.release()
+    np.testing.assert_array_equal(source.load(15), right)
+    assert server.shards_asked() == ["/w/train-000001.tar"] * 2
+
+
 def test_the_folder_is_bounded_and_the_oldest_go(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = len(shard(0, 10))
     monkeypatch.setenv("PATCHMIX_CACHE_GB", str(2.5 * size / 2**30))
@@ -184,6 +207,14 @@ class TestFsspec:
     def test_splits(self) -> None:
         source = open_source("memory://bucket", "test", cache_bytes=0, progress=False)
         np.testing.assert_array_equal(source.load(0), IMAGES[50])
+
+    def test_what_arrives_in_part_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        system = type(pytest.importorskip("fsspec").filesystem("memory"))
+        monkeypatch.setattr(system, "size", lambda self, path: 123_456)
+        with pytest.raises(
+            ValueError, match=r"train-0\.tar' cannot be fetched \(\d+ bytes arrived, not 123456; 4 tries"
+        ):
+            opened("memory://bucket/train-0.tar")
 
     def test_a_missing_one_and_an_unknown_protocol(self) -> None:
         with pytest.raises(ValueError, match=r"train-7\.tar' cannot be fetched \(no such file; 4 tries\)"):

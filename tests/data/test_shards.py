@@ -72,8 +72,9 @@ class TestReading:
         assert source.groups.starts.tolist() == [0, 10, 20, 30, 40, 50]
         copy = pickle.loads(pickle.dumps(source))
         np.testing.assert_array_equal(copy.load(7), IMAGES[7])
-        with pytest.raises(IndexError):
-            source.load(60)
+        for outside in (60, -1):
+            with pytest.raises(IndexError, match=f"index {outside} is outside .*, which has 60 samples"):
+                source.load(outside)
 
     def test_a_second_start_scans_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = opened(folder)
@@ -212,7 +213,40 @@ class TestDamage:
                 index = ShardIndex.load(path)
             except ValueError:
                 return
-            assert index.is_sound()
+            assert index.counts.tolist() == [len(index.offsets)] and len(index.names) == len(index.sizes)
+            assert all(0 < start <= start + size <= room for start, size, room in _places(index))
+
+    @pytest.mark.parametrize(
+        ("array", "value"),
+        [
+            ("offsets", -512),
+            ("offsets", 0),  # inside the first header
+            ("offsets", 1 << 40),
+            ("sizes", -1),
+            ("sizes", 1 << 40),
+            ("counts", 9),
+            ("counts", -10),
+            ("shard_bytes", 700),
+            ("shard_bytes", 1 << 62),
+            ("name_ends", -1),
+            ("name_ends", 1 << 40),
+        ],
+    )
+    def test_an_index_that_points_outside_is_refused(self, array: str, value: int, tmp_path: Path) -> None:
+        (tmp_path / "a.tar").write_bytes(shard(0, 10))
+        with (tmp_path / "a.tar").open("rb") as file:
+            index = shard_index.scanned(file, "a.tar")
+        index.save(tmp_path / "right")
+        assert len(ShardIndex.load(tmp_path / "right").offsets) == 10
+        (index.names.ends if array == "name_ends" else getattr(index, array))[-1] = value
+        index.save(tmp_path / "wrong")
+        with pytest.raises(ValueError, match="is not an index of shards, or a damaged one"):
+            ShardIndex.load(tmp_path / "wrong")
+
+
+def _places(index: ShardIndex) -> list[tuple[int, int, int]]:
+    """Offset, size and the shard's size of every sample, as plain numbers: they can't overflow."""
+    return list(zip(index.offsets.tolist(), index.sizes.tolist(), index.shard_bytes.tolist() * 10, strict=True))
 
 
 class TestOrder:

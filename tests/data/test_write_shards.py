@@ -140,6 +140,24 @@ def test_another_job_or_a_used_folder_is_refused(folder: Path, tmp_path: Path) -
         write_shards(folder, tmp_path / "used", progress=False)
 
 
+def test_a_second_call_at_the_same_time_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would remove the unfinished shards of the first."""
+    real, out, refused = module._add_sample, tmp_path / "out", []
+
+    def interrupted(*args: object) -> None:
+        if not refused:
+            refused.append(True)
+            with pytest.raises(ValueError, match=r"another call writes to .*wait for it, or give another --out"):
+                write_shards(folder, out, split="train", per_shard=5, progress=False)
+        real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_add_sample", interrupted)
+    assert write_shards(folder, out, split="train", per_shard=5, workers=1, progress=False)[0].samples == 18
+    assert refused
+
+
 def test_what_cannot_be_read_is_left_out_and_named(folder: Path, tmp_path: Path) -> None:
     (folder / "train" / "a" / "0.png").write_bytes(b"no image")
     done = write_shards(folder, tmp_path / "out", split="train", per_shard=5, progress=False)[0]

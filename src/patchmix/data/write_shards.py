@@ -6,11 +6,13 @@ again and does the rest. A file SPLIT-job.json says what the shards were made fr
 
 import io
 import json
+import os
 import re
 import tarfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -92,7 +94,8 @@ def write_shards(
         source = _open(data, chosen, progress)
         count = per_shard or max(1, min(len(source), round(size / _mean_bytes(source, quality))))
         job = Job(str(data), source.fingerprint(), chosen, len(source), count, shuffle, quality)
-        written.append(_write_split(source, out, job, workers, progress))
+        with _alone(out):
+            written.append(_write_split(source, out, job, workers, progress))
     return written
 
 
@@ -110,6 +113,34 @@ def _open(data: str | Path, split: Split, progress: bool) -> Source:
         return open_source(data, split, class_folders=True, cache_bytes=0, progress=progress)
     except ValueError:
         return open_source(data, split, cache_bytes=0, progress=progress)
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Two calls at a time would remove each other's unfinished shards; a ValueError where another one writes.
+
+    The lock is on the folder itself, and ends with its process. Where there are no locks (Windows), nobody is kept out.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{str(out)!r} is a file; give a folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise ValueError(f"another call writes to {str(out)!r}; wait for it, or give another --out") from error
+    except OSError:  # some network file systems have none
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bool) -> Written:
@@ -158,9 +189,6 @@ def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bo
 
 def _claim(out: Path, job: Job, shards: set[str]) -> None:
     """Makes `out` this job's; raises ValueError where something else is in it. Remains of an interrupted call go."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{str(out)!r} is a file; give a folder with --out")
-    out.mkdir(parents=True, exist_ok=True)
     mine = f"{job.split}-job.json"
     record = out / mine
     described = json.dumps(asdict(job), indent=2) + "\n"
