@@ -179,10 +179,25 @@ def test_several_processes_fetch_once(server: Server, tmp_path: Path) -> None:
     workers = [context.Process(target=_load, args=(source, answers)) for _ in range(4)]
     for worker in workers:
         worker.start()
-    assert len({answers.get() for _ in workers}) == 1
     for worker in workers:
-        worker.join()
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0] * 4  # one that failed would never answer
+    assert len({answers.get() for _ in workers}) == 1
     assert server.shards_asked() == ["/w/train-000005.tar"]
+
+
+def test_one_process_at_a_time_makes_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that count the same files would both remove the oldest, and more than is needed."""
+    cache.mkdir(parents=True)
+    (cache / "old.tar").write_bytes(bytes(1000))
+    monkeypatch.setenv("PATCHMIX_CACHE_GB", str(500 / 2**30))
+    with remote._locked(cache / "room.lock"):
+        other = threading.Thread(target=remote._make_room, args=(cache, 0))
+        other.start()
+        other.join(0.3)
+        assert other.is_alive() and (cache / "old.tar").exists()
+    other.join(60)
+    assert not (cache / "old.tar").exists()
 
 
 class TestFsspec:

@@ -222,7 +222,9 @@ class TestDamage:
             ("offsets", -512),
             ("offsets", 0),  # inside the first header
             ("offsets", 1 << 40),
+            ("offsets", (1 << 63) - 1),  # with its size beyond what fits into 64 bits
             ("sizes", -1),
+            ("sizes", 1 << 20),  # beyond the shard's end
             ("sizes", 1 << 40),
             ("counts", 9),
             ("counts", -10),
