@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "patchmix"
 
 # What each room may import of the others. A dotted name is a single module of a room.
 MAY_IMPORT: dict[str, set[str]] = {
-    "data": set(),
+    "files": set(),
+    "data": {"files"},
     "mixing": set(),
     "losses": set(),
     "schedules": set(),
@@ -20,14 +21,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": set(),
     "config": set(),
     "nn": {"distributed"},
-    "interop": {"data", "nn", "distributed"},
+    "interop": {"files", "data", "nn", "distributed"},
     "methods": {"mixing", "nn", "losses", "schedules", "distributed"},
-    "train": {"methods.method", "schedules", "distributed"},
-    "evaluate": {"data", "nn", "losses", "schedules", "distributed", "interop", "methods.method", "train"},
-    "report": {"data", "mixing", "nn", "losses", "interop", "train", "evaluate", "distributed"},
+    "train": {"files", "methods.method", "schedules", "distributed"},
+    "evaluate": {"files", "data", "nn", "losses", "schedules", "distributed", "interop", "methods.method", "train"},
+    "report": {"files", "data", "mixing", "nn", "losses", "interop", "train", "evaluate", "distributed"},
     "recipes": {"config"},
     "study": {
-        *("config", "recipes", "data", "nn", "interop", "methods.method", "train", "evaluate", "report"),
+        *("files", "config", "recipes", "data", "nn", "interop", "methods.method", "train", "evaluate", "report"),
         "distributed",
     },
 }

@@ -20,12 +20,13 @@ from patchmix.evaluate.finetune import FinetuneSettings, evaluate_finetune
 from patchmix.evaluate.knn import evaluate_knn
 from patchmix.evaluate.linear import evaluate_linear
 from patchmix.evaluate.results import Result
+from patchmix.files import remove_unfinished, write_text
 from patchmix.interop.backbone import Backbone, load_backbone
 from patchmix.interop.encoder_file import Architecture, EncoderFile
 from patchmix.methods.method import Method
 from patchmix.recipes import find_recipe
 from patchmix.train.allocator import keep_freed_memory
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint, remove_unfinished, write_text
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.lock import run_lock
 from patchmix.train.log import RunLog
 from patchmix.train.loop import NonFiniteLoss, train

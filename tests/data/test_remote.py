@@ -94,7 +94,7 @@ def test_over_http_each_shard_is_fetched_once(server: Server, cache: Path) -> No
     np.testing.assert_array_equal(again.load(42), IMAGES[42])
     assert len(server.shards_asked()) == 6
     assert again.fingerprint() == source.fingerprint()
-    assert not [path for path in cache.iterdir() if path.name.endswith(".part")]
+    assert not [path for path in cache.iterdir() if path.name.endswith(".unfinished")]
 
 
 def test_with_an_index_nothing_is_fetched_before_it_is_needed(server: Server, tmp_path: Path) -> None:

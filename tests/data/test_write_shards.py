@@ -117,7 +117,7 @@ def test_a_call_that_was_interrupted_does_the_rest(
         "train-job.json",
     ]
     kept = (tmp_path / "out" / "train-000000.tar").stat().st_mtime_ns
-    (tmp_path / "out" / ".train-000002.tar.1.part").write_bytes(b"killed while writing")
+    (tmp_path / "out" / ".train-000002.tar.1.unfinished").write_bytes(b"killed while writing")
     monkeypatch.setattr(module, "_add_sample", real)
     write_shards(folder, tmp_path / "out", per_shard=5, workers=1, progress=False)
     assert (tmp_path / "out" / "train-000000.tar").stat().st_mtime_ns == kept

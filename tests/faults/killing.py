@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint, remove_unfinished
+from patchmix.files import remove_unfinished
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.writer import CheckpointWriter
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from patchmix.files import write_text, writing
 from patchmix.schedules import WarmupCosine
-from patchmix.train.checkpoint import Checkpoints, atomic_write, load_checkpoint, write_text
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, forget_after, read_metrics
 from patchmix.train.monitor import collapse_warning, effective_rank, health
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
@@ -68,7 +69,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> No
     write_text(path, "old")
 
     def fail() -> None:
-        with atomic_write(path) as file:
+        with writing(path) as file:
             file.write(b"half")
             raise OSError("disk full")
 

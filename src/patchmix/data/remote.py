@@ -16,8 +16,8 @@ from typing import IO, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from patchmix.data.atomic import PARTIAL
 from patchmix.data.shard_index import cache_root
+from patchmix.files import UNFINISHED
 
 TRIES = 4
 PAUSE = 1.0  # seconds before the second try; doubled each time
@@ -92,7 +92,7 @@ def _fetch_with_patience(url: str, path: Path, expected: int | None) -> None:
 
 
 def _fetch(url: str, path: Path, expected: int | None) -> None:
-    temporary = path.with_name(path.name + PARTIAL)
+    temporary = path.with_name(path.name + UNFINISHED)
     try:
         with temporary.open("wb") as file:
             if url.startswith("pipe:"):
@@ -198,7 +198,7 @@ def _make_room(folder: Path, incoming: int, keep: Path | None = None) -> None:
             with suppress(FileNotFoundError):
                 status = entry.stat()
                 abandoned = time.time() - status.st_mtime > _ABANDONED
-                if not entry.name.endswith((".lock", PARTIAL)) or (abandoned and entry.name.endswith(PARTIAL)):
+                if not entry.name.endswith((".lock", UNFINISHED)) or (abandoned and entry.name.endswith(UNFINISHED)):
                     files.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):

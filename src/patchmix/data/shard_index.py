@@ -18,10 +18,10 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from patchmix.data.atomic import whole_file
 from patchmix.data.contract import Indices
 from patchmix.data.folder import PathList
 from patchmix.data.tar import BLOCK, MAX_MEMBER, scan
+from patchmix.files import writing
 
 _VERSION = 1
 
@@ -56,7 +56,7 @@ class ShardIndex:
             "name_ends": self.names.ends,
             "names": self.names.text,
         }
-        with whole_file(path) as file:
+        with writing(path) as file:
             file.write(save(arrays, {"index": json.dumps(described)}))
 
     @classmethod

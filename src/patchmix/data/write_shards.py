@@ -19,7 +19,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from patchmix.data.atomic import PARTIAL, whole_file
 from patchmix.data.contract import Encoded, Indices, Source, Split, groups_of
 from patchmix.data.decode import DecodeError, Pixels, size_of
 from patchmix.data.memory import some_positions
@@ -28,6 +27,7 @@ from patchmix.data.progress import progress_bar
 from patchmix.data.randomness import permutation
 from patchmix.data.shard_index import ShardIndex, join, scanned
 from patchmix.data.sources import has_split, open_source
+from patchmix.files import UNFINISHED, writing
 
 _SEED = 0  # of the order in which samples are written
 _WEIGHED = 256  # samples whose mean size stands for all
@@ -157,7 +157,7 @@ def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bo
             return len(positions)
         bad: list[str] = []
         try:
-            with whole_file(out / names[number]) as file, tarfile.open(fileobj=file, mode="w") as tar:
+            with writing(out / names[number]) as file, tarfile.open(fileobj=file, mode="w") as tar:
                 for position in positions.tolist():
                     if stop.is_set():
                         raise InterruptedError("writing was stopped")
@@ -195,7 +195,7 @@ def _claim(out: Path, job: Job, shards: set[str]) -> None:
     same = record.is_file() and _without_place(record.read_text("utf-8")) == _without_place(described)
     known = re.compile(r"(train|test)-(\d{6}\.tar|index\.safetensors|job\.json)")
     for path in sorted(out.iterdir()):
-        if path.name.startswith(f".{job.split}-") and path.name.endswith(PARTIAL):
+        if path.name.startswith(f".{job.split}-") and path.name.endswith(UNFINISHED):
             path.unlink()
         elif not known.fullmatch(path.name) or (path.name.startswith(f"{job.split}-") and not same):
             raise ValueError(
@@ -203,7 +203,7 @@ def _claim(out: Path, job: Job, shards: set[str]) -> None:
                 "or the same data and settings to go on"
             )
     if not same:
-        with whole_file(record) as file:
+        with writing(record) as file:
             file.write(described.encode())
 
 

@@ -16,8 +16,8 @@ from patchmix.data.contract import Source
 from patchmix.data.sources import open_source
 from patchmix.evaluate.features import Features, Pool
 from patchmix.evaluate.stored import Reader
+from patchmix.files import writing
 from patchmix.interop.encoder_file import EncoderFile
-from patchmix.train.checkpoint import atomic_write
 
 
 def embed(
@@ -63,13 +63,13 @@ def _write_parquet(features: Features, source: Source, out: Path) -> list[Path]:
     if features.labels is not None:
         columns["label"] = pa.array(features.labels.numpy())
     columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
-    with atomic_write(out) as file:
+    with writing(out) as file:
         pq.write_table(pa.table(columns), file)
     return [out]
 
 
 def _write_npy(features: Features, source: Source, out: Path) -> list[Path]:
-    with atomic_write(out) as file:
+    with writing(out) as file:
         np.save(file, features.vectors.numpy())
     text = io.StringIO()
     rows = csv.writer(text)
@@ -78,7 +78,7 @@ def _write_npy(features: Features, source: Source, out: Path) -> list[Path]:
     for i, path in enumerate(_paths(features, source)):
         rows.writerow([path] if labels is None else [path, labels[i]])
     table = out.with_suffix(".csv")
-    with atomic_write(table) as file:
+    with writing(table) as file:
         file.write(text.getvalue().encode("utf-8", "surrogateescape"))
     return [out, table]
 

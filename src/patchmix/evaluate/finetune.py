@@ -30,7 +30,7 @@ from patchmix.evaluate.labelled import open_labelled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import encoder_name
 from patchmix.evaluate.supervised import Scores, fit, precision, top_accuracies, usual_batch, work_folder
-from patchmix.interop.atomic import replacing
+from patchmix.files import replacing
 from patchmix.interop.encoder_file import EncoderFile
 from patchmix.interop.exporting import timm_arguments
 from patchmix.methods.method import Method

@@ -26,7 +26,7 @@ USUAL_KS = (10, 20, 100, 200)
 BLOCK_ELEMENTS = 1 << 26  # similarities held at a time: 256 MB
 QUERY_ROWS = 4096  # queries that go through the bank together
 BANK_ROWS = 1 << 16  # images of the bank that are compared at a time
-TILE_ROWS = 128  # queries of one matrix product on a CPU: its result stays in the cache
+TILE_ROWS = 512  # queries of one matrix product on a CPU
 GROUP = 8  # values that are first looked at by their maximum
 
 
@@ -169,9 +169,11 @@ def _nearest(bank: Tensor, asked: Tensor, k: int, *, first: int | None) -> tuple
     size = max(k, min(BANK_ROWS, BLOCK_ELEMENTS // min(tile, len(asked))))
     for start in range(0, len(bank), size):
         block = F.normalize(bank[start : start + size].to(asked.device).float(), dim=1)
+        room = asked.new_empty(min(tile, len(asked)), len(block))  # for one product after the other
         parts = []
         for row in range(0, len(asked), tile):
-            found = asked[row : row + tile] @ block.T  # (tile, block)
+            part = asked[row : row + tile]
+            found = torch.mm(part, block.T, out=room[: len(part)])  # (tile, block)
             if first is not None:
                 own = torch.arange(len(found), device=found.device) + first + row - start
                 inside = ((own >= 0) & (own < len(block))).nonzero()[:, 0]

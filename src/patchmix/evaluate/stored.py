@@ -18,7 +18,7 @@ from torch import Tensor
 from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.evaluate.features import Features, Pool, check_finite, extract, labels_at, usual_resize
-from patchmix.interop.atomic import replacing
+from patchmix.files import replacing
 from patchmix.interop.encoder_file import EncoderFile
 
 _VERSION = 1  # part of every key: raise it when the same arguments give other features

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from patchmix.interop.atomic import replacing
+from patchmix.files import replacing
 from patchmix.nn.vit import create_encoder
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from patchmix.interop.atomic import replacing
+from patchmix.files import replacing
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.encoder_file import Architecture, EncoderFile
 from patchmix.interop.layouts import ENCODER_TENSOR

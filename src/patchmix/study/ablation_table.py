@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from patchmix.evaluate.results import Result
-from patchmix.interop.atomic import replacing
+from patchmix.files import replacing, write_text
 from patchmix.report.style import COLORS, style
 from patchmix.study.ablation_rows import TITLES, AblationRow
-from patchmix.train.checkpoint import write_text
 
 JUDGES = {"knn": "kNN", "linear-fast": "linear"}  # protocol → what tables call it
 HEALTH = {"rank": "rank", "mean_cosine": "cosine"}  # shown where there are no labels

@@ -1,48 +1,16 @@
-"""Checkpoints that are either whole or absent, and the run folder's small files written the same way."""
+"""Checkpoints that are either whole or absent."""
 
 from __future__ import annotations
 
-import os
 import pickle
-import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 
-UNFINISHED = ".unfinished"  # how the names of files end that are not complete yet
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file under a temporary name that becomes `path` once it is complete and on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED, delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            yield cast(BinaryIO, file)
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.chmod(0o644)
-            temporary.replace(path)
-            _sync_folder(path.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-
-
-def write_text(path: Path, text: str) -> None:
-    with atomic_write(path) as file:
-        file.write(text.encode())
-
-
-def remove_unfinished(folder: Path) -> None:
-    """What a killed process had begun to write; for the one process that may write there."""
-    for path in folder.glob(f".*{UNFINISHED}"):
-        path.unlink(missing_ok=True)
+from patchmix.files import writing
 
 
 class Checkpoints:
@@ -63,7 +31,7 @@ class Checkpoints:
     def save(self, state: dict[str, Any], step: int) -> Path:
         """`state` holds tensors, numbers, text, lists and dicts only: it is read back without unpickling code."""
         path = self.path(step)
-        with atomic_write(path) as file:
+        with writing(path) as file:
             torch.save(state, file)
         link = self.folder / ".last"
         link.unlink(missing_ok=True)
@@ -92,12 +60,3 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or "step" not in state or "method" not in state:
         raise ValueError(f"{path} is not a patchmix checkpoint: it has no 'step' and 'method'")
     return state
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the renaming itself survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

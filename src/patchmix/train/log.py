@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from patchmix.train.checkpoint import write_text
+from patchmix.files import write_text
 
 SECONDS_BETWEEN_LINES = 10.0  # on a console that is not a terminal
 

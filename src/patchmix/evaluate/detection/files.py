@@ -15,7 +15,7 @@ from torch import Tensor
 from patchmix.evaluate.detection.coco import Category
 from patchmix.evaluate.detection.model import Detector, build_detector
 from patchmix.evaluate.detection.settings import Shape
-from patchmix.interop.atomic import replacing
+from patchmix.files import replacing
 from patchmix.interop.encoder_file import Architecture, EncoderFile
 from patchmix.interop.reading import read_entries
 

@@ -12,7 +12,7 @@ import numpy as np
 from patchmix.data.decode import Pixels
 from patchmix.evaluate.detection.coco import CocoImages, mask_of
 from patchmix.evaluate.detection.inference import Entry
-from patchmix.interop.atomic import replacing
+from patchmix.files import replacing
 
 _GOLDEN = 0.618033988749895  # steps of the golden ratio keep neighbouring hues apart
 _GAP = 8  # px between two pictures

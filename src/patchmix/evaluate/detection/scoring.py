@@ -18,7 +18,7 @@ from rich.text import Text
 from patchmix.evaluate.detection.coco import CocoImages, coco_of, silence
 from patchmix.evaluate.detection.inference import Entry
 from patchmix.evaluate.results import Result
-from patchmix.train.checkpoint import write_text
+from patchmix.files import write_text
 
 KINDS = {"box": "bbox", "mask": "segm"}  # our names and pycocotools'
 _STATS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")  # the first of COCOeval's twelve

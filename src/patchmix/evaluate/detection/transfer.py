@@ -25,8 +25,8 @@ from patchmix.evaluate.detection.views import FittedViews
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import encoder_name
 from patchmix.evaluate.supervised import work_folder
+from patchmix.files import write_text
 from patchmix.interop.encoder_file import EncoderFile
-from patchmix.train.checkpoint import write_text
 
 
 def detect(

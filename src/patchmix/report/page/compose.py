@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchmix.interop.atomic import replacing
+from patchmix.files import replacing
 from patchmix.interop.backbone import Backbone
 from patchmix.mixing import Mixed, PatchMix
 from patchmix.report.attention import attention_figure
