@@ -23,6 +23,7 @@ from patchmix.data.contract import Groups, Labels, Source, groups_of
 from patchmix.data.decode import Pixels
 from patchmix.data.loader import one_pass
 from patchmix.data.views import CentreCrop, to_float
+from patchmix.nn.class_token import class_tokens
 
 Pool = Literal["token", "mean"]
 LAYERS: dict[str, str] = {
@@ -179,8 +180,7 @@ def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
     if isinstance(encoder, VisionTransformer):
         images = as_channels(images, int(encoder.patch_embed.proj.in_channels))
     if pool == "token":
-        features: Tensor = encoder(images)
-        return features
+        return class_tokens(encoder, images)
     assert isinstance(encoder, VisionTransformer), "the mean over patch tokens needs a timm ViT"
     tokens: Tensor = encoder.forward_features(images)
     return tokens[:, encoder.num_prefix_tokens :].mean(dim=1)
