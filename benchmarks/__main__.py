@@ -16,12 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.result import Result
+from patchmix.train.allocator import keep_freed_memory, restart_with_huge_pages
 
 NAMES = ("step", "memory", "views", "loader", "knn", "start", "growth")
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
+    restart_with_huge_pages()  # what is measured in this process has the memory that commands have
+    keep_freed_memory()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all if none is given")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a first impression")
@@ -38,7 +41,9 @@ def main() -> None:
     results: list[Result] = []
     for name in arguments.names or NAMES:
         console.print(f"{name} …", style="dim")
-        results += importlib.import_module(f"benchmarks.{name}").run(quick=arguments.quick)
+        for result in importlib.import_module(f"benchmarks.{name}").run(quick=arguments.quick):
+            results.append(result)
+            console.print(f"  {result.name}: {result.value}", style="dim")  # a long way to the table
     print_results(results, console)
     path = write(results, arguments.quick, time.perf_counter() - began)
     console.print(f"{path}, {time.perf_counter() - began:.0f} s", style="dim")

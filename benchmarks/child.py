@@ -18,7 +18,7 @@ from patchmix.run import configure
 from patchmix.study.flops import count_flops, sizes_of
 from patchmix.study.iteration import Iteration
 from patchmix.study.measure import Gemm, Phases, peak_bytes, resident_bytes
-from patchmix.train.allocator import keep_freed_memory
+from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
@@ -28,6 +28,8 @@ Answer = dict[str, Any]
 def main(what: dict[str, Any]) -> None:
     if what.get("allocator") == "kept":
         keep_freed_memory()
+    elif what.get("allocator") == "returned":
+        return_freed_memory()
     torch.manual_seed(0)
     do = KINDS[what["kind"]](what)
     _say({"ready": True})

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from patchmix.train.allocator import with_huge_pages
+from patchmix.train.allocator import TUNABLES, with_huge_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 JEMALLOC_PLACES = (
@@ -34,6 +34,7 @@ class Child:
 
     def __init__(self, **what: Any) -> None:
         environment = dict(os.environ)
+        environment.pop(TUNABLES, None)
         if what.get("allocator") == "kept":
             environment = with_huge_pages(environment)
         if what.get("allocator") == "jemalloc":

@@ -25,7 +25,7 @@ from patchmix.interop.backbone import Backbone, load_backbone
 from patchmix.interop.encoder_file import Architecture, EncoderFile
 from patchmix.methods.method import Method
 from patchmix.recipes import find_recipe
-from patchmix.train.allocator import keep_freed_memory
+from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.lock import run_lock
 from patchmix.train.log import RunLog
@@ -197,7 +197,7 @@ def run_config(
     """Trains what `config` says in the folder `out`, from the start or from a checkpoint."""
     device = distributed.local_device(config.runtime.device)
     if device.type == "cpu":
-        keep_freed_memory()
+        (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
     group = distributed.process_group(device, config.runtime.timeout_minutes)
     with group, run_lock(out) if distributed.is_main() else nullcontext():
         state = _find_checkpoint(config, out, resume)

@@ -26,6 +26,19 @@ asked_only = pytest.mark.skipif(
     page_policy() != "madvise" or not can_ask_for_huge_pages(), reason="this system does not give huge pages on request"
 )
 
+HOLDS = """
+import sys
+from patchmix.train.allocator import keep_freed_memory, return_freed_memory
+assert keep_freed_memory()
+if sys.argv[1] == "returned":
+    assert return_freed_memory()
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
+before = resident()
+blocks = [bytearray(8 << 20) for _ in range(16)]
+del blocks[::2], blocks[:]
+print(resident() - before)
+"""
+
 
 def run(**environment: str) -> list[str]:
     known = {name: value for name, value in os.environ.items() if name != TUNABLES}
@@ -41,6 +54,13 @@ def test_a_command_begins_anew_once_with_its_arguments_and_gets_huge_pages() -> 
     pid = first.removeprefix("begins ")
     assert last.startswith(f"goes on {pid} ['two words', '--flag']")
     assert int(last.split()[-1]) >= 32 << 10  # kB, of the 64 MB
+
+
+@pytest.mark.skipif(not can_ask_for_huge_pages(), reason="another C library")
+@pytest.mark.parametrize(("rule", "low", "high"), [("kept", 100 << 20, 1 << 40), ("returned", -(1 << 40), 16 << 20)])
+def test_freed_memory_is_kept_or_returned(rule: str, low: int, high: int) -> None:
+    done = subprocess.run([sys.executable, "-c", HOLDS, rule], capture_output=True, text=True, check=True)
+    assert low < int(done.stdout) < high
 
 
 @asked_only

@@ -59,7 +59,7 @@ def bench(
     from patchmix.run import configure
     from patchmix.study.bench import measure_speed, print_speed
     from patchmix.study.flops import METHODS, Sizes, method_flops
-    from patchmix.train.allocator import keep_freed_memory
+    from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 
     config = configure(
         data,
@@ -74,7 +74,7 @@ def bench(
     )
     target = distributed.local_device(config.runtime.device)
     if target.type == "cpu":
-        keep_freed_memory()
+        (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
     source = build.build_source(config)
     made = build.build_method(config).to(target).train()
     encoder = made.encoder

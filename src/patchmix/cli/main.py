@@ -9,7 +9,7 @@ from typing import Any
 import tyro
 
 from patchmix.cli import detecting, judging, machine, pictures, preparing, training, weights
-from patchmix.train.allocator import restart_with_huge_pages
+from patchmix.train.allocator import keep_freed_memory, restart_with_huge_pages
 
 
 def show() -> None:
@@ -57,6 +57,7 @@ def main(args: list[str] | None = None) -> None:
         args = sys.argv[1:]
         if args and args[0] in COMPUTE:
             restart_with_huge_pages()
+            keep_freed_memory()
     try:
         if "WORLD_SIZE" in os.environ and args and args[0] in WRITE_ALONE:
             from patchmix.distributed import check_alone

@@ -26,7 +26,7 @@ USUAL_KS = (10, 20, 100, 200)
 BLOCK_ELEMENTS = 1 << 26  # similarities held at a time: 256 MB
 QUERY_ROWS = 4096  # queries that go through the bank together
 BANK_ROWS = 1 << 16  # images of the bank that are compared at a time
-TILE_ROWS = 512  # queries of one matrix product on a CPU
+TILE_ROWS = 1024  # queries of one matrix product on a CPU
 GROUP = 8  # values that are first looked at by their maximum
 
 

@@ -6,10 +6,10 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # of glibc's mallopt(3)
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4  # of glibc's mallopt(3)
 
 
 def keep_freed_memory() -> bool:
@@ -17,14 +17,25 @@ def keep_freed_memory() -> bool:
 
     Concerns tensors on the CPU only. The process's size stays at its peak instead of going up and down.
     """
+    return _set(((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 2**28)))
+
+
+def return_freed_memory() -> bool:
+    """Asks glibc to give every tensor above 1 MB back to the system at once; False where that can't be asked.
+
+    For runs that have to be small: by default glibc keeps up to twice as much, as holes between what is in use.
+    """
+    return _set(((_MMAP_MAX, 2**16), (_MMAP_THRESHOLD, 2**20), (_TRIM_THRESHOLD, 2**20), (_TOP_PAD, 2**17)))
+
+
+def _set(options: Iterable[tuple[int, int]]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 2**28))
-    return all(mallopt(option, value) == 1 for option, value in settings)
+    return all(mallopt(option, value) == 1 for option, value in options)
 
 
 TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
