@@ -19,6 +19,7 @@ from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, forget_after, read_metrics
 from patchmix.train.monitor import collapse_warning, effective_rank, health
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
+from patchmix.train.signals import name_dead_workers
 
 
 def test_warm_up_rises_to_the_peak_and_the_cosine_ends_at_the_end() -> None:
@@ -197,3 +198,18 @@ def test_without_wandb_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match=r"pip install 'patchmix-ssl\[wandb\]'"):
         log.use_wandb("project", {})
     log.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."),
+        ConnectionResetError(104, "Connection reset by peer"),  # it was handing over a batch
+        EOFError(),
+    ],
+)
+def test_a_dead_process_of_the_loader_is_named_in_one_line(error: Exception) -> None:
+    with pytest.raises(ValueError, match="a process that prepares images died .*--resume auto"), name_dead_workers():
+        raise error
+    with pytest.raises(RuntimeError, match="another"), name_dead_workers():
+        raise RuntimeError("another reason")

@@ -50,13 +50,17 @@ def catch_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def name_dead_workers() -> Iterator[None]:
-    """torch raises wherever the main thread happens to be when a loader's process dies: said in one line."""
+    """torch raises wherever the main thread happens to be when a loader's process dies: said in one line.
+
+    A batch that was being handed over is a connection that breaks.
+    """
     try:
         yield
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
             raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"a process that prepares images died ({str(error).splitlines()[0]}); memory may have run out: take fewer "
+            f"a process that prepares images died ({reason}); memory may have run out: take fewer "
             "--workers or more memory, then continue with --resume auto"
         ) from error
