@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from patchmix.files import remove_unfinished
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.writer import CheckpointWriter
+from tests.faults.trainee import FORKSERVER
 
 
 def kill_while_writing(folder: Path, *, times: int, seed: int) -> int:
@@ -24,15 +23,15 @@ def kill_while_writing(folder: Path, *, times: int, seed: int) -> int:
     checkpoints.save({"step": 0, "method": {"w": torch.zeros(1)}}, 0)
     for _ in range(times):
         before = _last_step(checkpoints)
-        child = os.fork()
-        if child == 0:
-            _write_on(checkpoints, before)
+        child = FORKSERVER.Process(target=_write_on, args=(checkpoints, before))
+        child.start()
         while _last_step(checkpoints) == before:
+            assert child.is_alive()
             time.sleep(0.001)
         time.sleep(random_moment.uniform(0.0, 0.1))
         known = _last_step(checkpoints)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.join()
         last = checkpoints.last
         assert last is not None
         state = load_checkpoint(last)
@@ -45,15 +44,12 @@ def kill_while_writing(folder: Path, *, times: int, seed: int) -> int:
 
 
 def _write_on(checkpoints: Checkpoints, step: int) -> None:
-    """In the child; never returns."""
-    try:
-        writer, weight = CheckpointWriter(checkpoints), torch.zeros(2_000_000)
-        while True:
-            step += 1
-            weight.fill_(step)
-            writer.save({"step": step, "method": {"w": weight}}, step)
-    finally:
-        os._exit(1)
+    """In the child, until it is killed."""
+    writer, weight = CheckpointWriter(checkpoints), torch.zeros(2_000_000)
+    while True:
+        step += 1
+        weight.fill_(step)
+        writer.save({"step": step, "method": {"w": weight}}, step)
 
 
 def _last_step(checkpoints: Checkpoints) -> int:

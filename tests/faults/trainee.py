@@ -27,8 +27,8 @@ TINY = [
     *("--set", "runtime.log_every=1", "--set", "runtime.checkpoint_epochs=0.25"),
 ]
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["patchmix.run", "patchmix.cli", "torch.utils.tensorboard", "tests.faults.trainee"])
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["patchmix.run", "patchmix.cli", "torch.utils.tensorboard", "tests.faults.trainee"])
 _logs = tempfile.TemporaryDirectory(prefix="trainees-")  # not beside OUT, whose disk may be full
 
 
@@ -43,7 +43,7 @@ class Trainee:
         arguments = ["pretrain", data, "--out", str(out), *TINY, *more]
         if "--workers" not in more:
             arguments += ["--workers", "0"]
-        self.process = _context.Process(target=_train, args=(arguments, str(self._log), inject))
+        self.process = FORKSERVER.Process(target=_train, args=(arguments, str(self._log), inject))
         self.process.start()
 
     @property
