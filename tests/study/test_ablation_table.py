@@ -192,3 +192,10 @@ def test_a_figure_has_a_point_with_a_bar_for_each_row() -> None:
     assert points == [pytest.approx([2.0, 51.0]), pytest.approx([4.0, 61.0])]  # GFLOPs of an image, %
     (rows, _) = ablation_figure(ablated()).axes
     assert [label.get_text() for label in rows.get_yticklabels()] == ["m2", "m3", "m4"]
+
+
+def test_no_two_methods_look_alike() -> None:
+    from patchmix.build import METHODS as REGISTERED
+    from patchmix.study.ablation_table import look
+
+    assert len({look(i) for i in range(len(REGISTERED))}) == len(REGISTERED) == 9

@@ -24,6 +24,7 @@ from patchmix.study.ablation_rows import TITLES, AblationRow
 
 JUDGES = {"knn": "kNN", "linear-fast": "linear"}  # protocol → what tables call it
 HEALTH = {"rank": "rank", "mean_cosine": "cosine"}  # shown where there are no labels
+MARKERS = "os^D"  # a colour that comes again has another one
 
 
 @dataclass(frozen=True)
@@ -277,8 +278,8 @@ def _draw_over_cost(axis: Axes, table: Ablated, key: str) -> None:
         point = _point(table, row, key)
         if point is not None and cost is not None:
             value, low, high = point
-            color, bar = COLORS[i % len(COLORS)], [[value - low], [high - value]]
-            axis.errorbar([cost], [value], yerr=bar, fmt="o", color=color, capsize=3, markersize=4, label=row.name)
+            (color, marker), bar = look(i), [[value - low], [high - value]]
+            axis.errorbar([cost], [value], yerr=bar, fmt=marker, color=color, capsize=3, markersize=4, label=row.name)
     if by_length:
         axis.set_xscale("log")
     else:
@@ -286,6 +287,11 @@ def _draw_over_cost(axis: Axes, table: Ablated, key: str) -> None:
     axis.set_xlabel("images seen" if by_length else "GFLOPs of training an image")
     if axis.containers:
         axis.legend(fontsize=7)
+
+
+def look(number: int) -> tuple[str, str]:
+    """Colour and marker of one of many."""
+    return COLORS[number % len(COLORS)], MARKERS[number // len(COLORS) % len(MARKERS)]
 
 
 def _point(table: Ablated, row: AblationRow, key: str) -> tuple[float, float, float] | None:
