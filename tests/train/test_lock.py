@@ -18,7 +18,7 @@ from patchmix.train.lock import NAME, run_lock
 
 HOLD = "import sys, time; from pathlib import Path; from patchmix.train.lock import run_lock\n"
 HOLD += "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
-FORK = HOLD.replace("print(", "import os; child = os.fork(); child or time.sleep(600); print(child, ")
+FORK = HOLD.replace("print(", "import os; os.fork() and time.sleep(600); print(os.getpid(), ")  # the child says so
 
 
 def holder(folder: Path, code: str = HOLD) -> tuple[subprocess.Popen[str], str]:
