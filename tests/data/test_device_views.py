@@ -21,7 +21,7 @@ from patchmix.data.randomness import uniforms
 from patchmix.data.sources import open_source
 from patchmix.data.views import DRAWS, Parameters, View, Views, draw_parameters, render, two_views
 from patchmix.run import configure
-from tests.data.test_views import far_apart
+from tests.data.test_views import colourfulness_of, far_apart, gradient_of, mean_of, spread_of
 
 SIZE, MAX_SIGMA = 32, 2.0
 PLAIN = View(
@@ -191,26 +191,10 @@ class TestWhole:
         for number, pixels in enumerate(crops(images, epoch=0, indices=indices)):
             changed = change_colours(torch.from_numpy(pixels), rows[:, number], max_sigma=MAX_SIGMA)
             ours = changed.permute(0, 2, 3, 1).numpy()
-            for measure in (_mean, _spread, _gradient, _colourfulness):
+            for measure in (mean_of, spread_of, gradient_of, colourfulness_of):
                 assert not far_apart(measure(ours), measure(cpu[number])), measure.__name__
-            grays = [(_colourfulness(each) < 0.5).mean() for each in (ours, cpu[number])]
+            grays = [(colourfulness_of(each) < 0.5).mean() for each in (ours, cpu[number])]
             assert abs(grays[0] - grays[1]) < 0.06
-
-
-def _mean(views: np.ndarray) -> np.ndarray:
-    return views.mean(axis=(1, 2, 3))
-
-
-def _spread(views: np.ndarray) -> np.ndarray:
-    return views.std(axis=(1, 2, 3))
-
-
-def _gradient(views: np.ndarray) -> np.ndarray:
-    return np.abs(np.diff(views.astype(float), axis=2)).mean(axis=(1, 2, 3))
-
-
-def _colourfulness(views: np.ndarray) -> np.ndarray:
-    return (views.max(axis=3).astype(float) - views.min(axis=3)).mean(axis=(1, 2))
 
 
 class TestLoading:

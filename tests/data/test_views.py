@@ -206,9 +206,9 @@ class TestPixels:
         random.seed(0)
         plain = pipeline(view)
         theirs = np.stack([np.asarray(plain(Image.fromarray(image))) for image in images])
-        for measure in (_mean, _spread, _gradient, _colourfulness):
+        for measure in (mean_of, spread_of, gradient_of, colourfulness_of):
             assert not far_apart(measure(ours), measure(theirs)), measure.__name__
-        ours_gray, theirs_gray = (_colourfulness(views) < 0.5 for views in (ours, theirs))
+        ours_gray, theirs_gray = (colourfulness_of(views) < 0.5 for views in (ours, theirs))
         assert abs(ours_gray.mean() - theirs_gray.mean()) < 0.06
 
     def test_the_views_are_contiguous_and_not_the_input(self, small_images: np.ndarray) -> None:
@@ -228,20 +228,20 @@ class TestPixels:
         )
 
 
-def _mean(views: np.ndarray) -> np.ndarray:
+def mean_of(views: np.ndarray) -> np.ndarray:
     return views.mean(axis=(1, 2, 3))
 
 
-def _spread(views: np.ndarray) -> np.ndarray:
+def spread_of(views: np.ndarray) -> np.ndarray:
     return views.std(axis=(1, 2, 3))
 
 
-def _gradient(views: np.ndarray) -> np.ndarray:
+def gradient_of(views: np.ndarray) -> np.ndarray:
     # Pillow's blur is three box filters: a little different from a Gaussian at the finest scale, so not squared.
     return np.abs(np.diff(views.astype(float), axis=2)).mean(axis=(1, 2, 3))
 
 
-def _colourfulness(views: np.ndarray) -> np.ndarray:
+def colourfulness_of(views: np.ndarray) -> np.ndarray:
     return (views.max(axis=3).astype(float) - views.min(axis=3)).mean(axis=(1, 2))
 
 
