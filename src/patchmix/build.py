@@ -179,6 +179,7 @@ def build_loader(config: Config, source: Source, image_size: int, *, pin_memory:
         world_size=distributed.world_size(),
         accumulate=config.train.accumulate,
         pin_memory=pin_memory,
+        timeout_minutes=config.runtime.timeout_minutes,
     )
 
 

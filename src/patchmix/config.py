@@ -107,7 +107,7 @@ class RuntimeConfig:
     checkpoint_epochs: float = 1.0
     checkpoint_minutes: float = 10.0
     keep_checkpoints: int = 1
-    timeout_minutes: float = 10.0  # the longest that a process waits for the others
+    timeout_minutes: float = 10.0  # the longest that a process waits for another, be it a peer or a worker
     recompute: bool = False  # keep only each block's input, and compute the rest again in the backward pass
     compile: bool = False  # torch.compile of the method: minutes of warm-up
     wandb: str | None = None  # project name

@@ -37,6 +37,15 @@ class Plain:
         return [np.stack(images) if images else np.empty((0, 10, 8, 3), np.uint8)]
 
 
+class Slow(Plain):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, images: list[np.ndarray], *, epoch: int, indices: np.ndarray) -> list[np.ndarray]:
+        time.sleep(self.seconds)
+        return super().__call__(images, epoch=epoch, indices=indices)
+
+
 def loader(length: int = 50, batch_size: int = 12, **options: object) -> Loader:
     arguments = {"source": numbered(length), "transform": Plain(), "seed": 3, **options}
     return Loader(batch_size=batch_size, **arguments)  # type: ignore[arg-type]
@@ -146,6 +155,15 @@ class TestWorkers:
         with pytest.raises(TypeError, match="in DataLoader worker process"):
             next(loader(transform=None, workers=1).batches())
         assert not multiprocessing.active_children()
+
+    def test_one_that_hangs_is_not_waited_for_without_end(self) -> None:
+        with pytest.raises(ValueError, match=r"no process has prepared a batch within 0\.02 min"):
+            next(loader(workers=1, timeout_minutes=0.02, transform=Slow(seconds=1000)).batches())
+        assert not multiprocessing.active_children()
+
+    def test_one_that_is_slow_is_waited_for(self) -> None:
+        """For several of the looks that the time-out consists of."""
+        assert len(take(loader(workers=1, timeout_minutes=0.1, transform=Slow(seconds=1.5)).batches(), 3)) == 3
 
     @pytest.mark.slow  # each worker imports torch anew
     def test_spawned_ones_end_in_peace(self, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,31 @@ def test_holds_the_same_as_the_source(folder: Path) -> None:
     # Really in memory: the files are no longer needed.
     (folder / "03.png").unlink()
     assert kept.load(3).shape == (8, 37, 3)
+
+
+def test_threads_that_decode_never_end(folder: Path) -> None:
+    """As one that has used OpenCV ends, it holds a lock that a worker forked at that moment would never get."""
+    source = FolderSource(folder, name="x")
+    before = set(threading.enumerate())
+    in_memory(source, 1 << 20, progress=False)
+    check_decodable(source, limit=1.0)
+    decoding = {thread for thread in threading.enumerate() if thread.name.startswith("decode")}
+    assert decoding and set(threading.enumerate()) - before <= decoding
+    in_memory(source, 1 << 20, progress=False)
+    assert all(thread.is_alive() for thread in decoding)
+
+
+def test_a_forked_process_has_threads_of_its_own(folder: Path) -> None:
+    source = FolderSource(folder, name="x")
+    in_memory(source, 1 << 20, progress=False)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply_async(_bad_in_memory, (source,)).get(timeout=60) == [7, 11]
+
+
+def _bad_in_memory(source: FolderSource) -> list[int]:
+    kept = in_memory(source, 1 << 20, progress=False)
+    assert isinstance(kept, InMemorySource)
+    return list(kept.bad)
 
 
 def test_remembers_what_is_bad(folder: Path) -> None:

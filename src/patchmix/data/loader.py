@@ -33,6 +33,7 @@ Request = tuple[int, Indices]  # an epoch, and dataset positions (n,)
 
 _REPLACEMENTS = 100  # tries to replace an undecodable sample before giving up
 _NEAR = 10  # of them from the sample's own group, where there are groups
+_LOOKS = 10  # within the time-out; a process that was suspended for long loses one of them, not its run
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Loader:
         accumulate: int = 1,
         prefetch: int = 4,
         pin_memory: bool = False,
+        timeout_minutes: float = 10.0,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate {accumulate} must be at least 1; take --accumulate 1 for plain steps")
@@ -111,13 +113,21 @@ class Loader:
         self._workers = workers
         self._prefetch = prefetch
         self._pin_memory = pin_memory
+        self._timeout_minutes = timeout_minutes
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         """Micro-batch after micro-batch without end, from optimiser step `start_step` on."""
         if start_step < 0:
             raise ValueError(f"start step {start_step} must be 0 or more; take 0 to begin at the beginning")
         requests = _Requests(lambda: self._requests(start_step))
-        return _run(self._samples, requests, self._workers, self._prefetch, self._pin_memory)
+        return _run(
+            self._samples,
+            requests,
+            self._workers,
+            prefetch=self._prefetch,
+            pin_memory=self._pin_memory,
+            timeout_minutes=self._timeout_minutes,
+        )
 
     def _requests(self, start_step: int) -> Iterator[Request]:
         epoch, first = divmod(start_step, self.steps_per_epoch)
@@ -144,7 +154,7 @@ def one_pass(
     positions = np.array_split(np.arange(len(source), dtype=np.int64), world_size)[rank]
     parts = [positions[start : start + batch_size] for start in range(0, len(positions), batch_size)]
     requests = _Requests(lambda: iter([(0, part) for part in parts]))
-    return _run(_SkippingBatches(source, transform), requests, workers, prefetch=4, pin_memory=False)
+    return _run(_SkippingBatches(source, transform), requests, workers)
 
 
 class _Requests:
@@ -244,7 +254,13 @@ class _ReplacingBatches(_SkippingBatches):
 
 
 def _run(
-    samples: Dataset[Batch | ValueError], requests: Iterable[Request], workers: int, prefetch: int, pin_memory: bool
+    samples: Dataset[Batch | ValueError],
+    requests: Iterable[Request],
+    workers: int,
+    *,
+    prefetch: int = 4,
+    pin_memory: bool = False,
+    timeout_minutes: float = 10.0,
 ) -> Iterator[Batch]:
     """Answer the requests in order, by `workers` processes or, with 0, in this one."""
     loader: DataLoader[Batch | ValueError] = DataLoader(
@@ -256,6 +272,7 @@ def _run(
         pin_memory=pin_memory,
         prefetch_factor=prefetch if workers else None,
         worker_init_fn=_start_worker if workers else None,
+        timeout=60.0 * timeout_minutes / _LOOKS if workers else 0.0,
     )
     return _closing(loader)
 
@@ -264,7 +281,7 @@ def _closing(loader: "DataLoader[Batch | ValueError]") -> Iterator[Batch]:
     with _interrupts_wait():  # workers inherit this, until they have settled what Ctrl-C means to them
         batches: Any = iter(loader)
     try:
-        for batch in batches:
+        while (batch := _patiently_next(batches, loader.timeout)) is not None:
             if isinstance(batch, ValueError):
                 raise batch
             yield batch
@@ -274,6 +291,20 @@ def _closing(loader: "DataLoader[Batch | ValueError]") -> Iterator[Batch]:
         shutdown = getattr(batches, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+
+
+def _patiently_next(batches: "Iterator[Batch | ValueError]", seconds: float) -> Batch | ValueError | None:
+    """None at the end. The iterator waits for `seconds`; asked again after that, it waits on."""
+    for _ in range(_LOOKS):
+        try:
+            return next(batches, None)
+        except RuntimeError as error:
+            if "DataLoader timed out" not in str(error):
+                raise
+    return ValueError(
+        f"no process has prepared a batch within {_LOOKS * seconds / 60:g} min: data that is too slow, or a process "
+        "that hangs; continue with --resume auto (runtime.timeout_minutes sets how long to wait)"
+    )
 
 
 def _as_is(batch: Any) -> Any:

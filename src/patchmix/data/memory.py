@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -105,32 +106,32 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
     """Decode `source` once into shared memory; returned unchanged when its pixels need more than `cache_bytes`."""
     if isinstance(source, InMemorySource) or cache_bytes <= 0:
         return source
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        probed = _probe(source, cache_bytes, pool)
-        if probed is None:
-            return source
-        shapes, bad = probed
-        starts = _starts(shapes)
-        pixels = _shared_block(int((shapes.astype(np.int64).prod(axis=1) * 3).sum()))
-        block = pixels.numpy()
+    pool = _decoding_threads()
+    probed = _probe(source, cache_bytes, pool)
+    if probed is None:
+        return source
+    shapes, bad = probed
+    starts = _starts(shapes)
+    pixels = _shared_block(int((shapes.astype(np.int64).prod(axis=1) * 3).sum()))
+    block = pixels.numpy()
 
-        def fill(chunk: range) -> int:
-            for index in chunk:
-                if index in bad:
-                    continue
-                try:
-                    image = source.load(index)
-                    if image.shape[:2] != tuple(shapes[index]):
-                        raise DecodeError(source.key(index), "its header promises another size")
-                    start = int(starts[index])
-                    block[start : start + image.size] = image.reshape(-1)
-                except DecodeError as error:
-                    bad[index] = error.reason
-            return len(chunk)
+    def fill(chunk: range) -> int:
+        for index in chunk:
+            if index in bad:
+                continue
+            try:
+                image = source.load(index)
+                if image.shape[:2] != tuple(shapes[index]):
+                    raise DecodeError(source.key(index), "its header promises another size")
+                start = int(starts[index])
+                block[start : start + image.size] = image.reshape(-1)
+            except DecodeError as error:
+                bad[index] = error.reason
+        return len(chunk)
 
-        with progress_bar(f"decoding {source.name}", len(source), progress) as advance:
-            for done in pool.map(fill, _chunks(len(source))):
-                advance(done)
+    with progress_bar(f"decoding {source.name}", len(source), progress) as advance:
+        for done in pool.map(fill, _chunks(len(source))):
+            advance(done)
     release = getattr(source, "release", None)
     if release is not None:
         release()  # open files and row groups; from here on only its keys are asked for
@@ -146,6 +147,16 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
     )
 
 
+@lru_cache(maxsize=1)
+def _decoding_threads() -> ThreadPoolExecutor:
+    """Never ended: a thread that has used OpenCV takes a lock of the whole process as it ends, and a loader's worker
+    that is forked at that moment would wait for that lock for ever."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="decode")
+
+
+os.register_at_fork(after_in_child=_decoding_threads.cache_clear)
+
+
 def check_decodable(source: Source, *, sample: int = 1000, limit: float = 0.01) -> tuple[str, ...]:
     """Try to decode a random sample (a set in memory: everything) before a run starts.
 
@@ -159,9 +170,8 @@ def check_decodable(source: Source, *, sample: int = 1000, limit: float = 0.01) 
     else:
         chosen = some_positions(source, sample)
         tried = len(chosen)
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            reasons = pool.map(lambda index: _why_bad(source, index), chosen.tolist())
-            bad = [reason for reason in reasons if reason is not None]
+        reasons = _decoding_threads().map(lambda index: _why_bad(source, index), chosen.tolist())
+        bad = [reason for reason in reasons if reason is not None]
     if len(bad) > limit * tried:
         raise ValueError(
             f"{len(bad)} of {tried} images of {source.name} ({len(bad) / tried:.1%}) cannot be decoded, more than "
