@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.plain import PlainPatchMix, PlainViT, plain_optimizer
+from benchmarks.products import Products
 from patchmix import build
 from patchmix.config import Config
 from patchmix.nn.vit import HEADS
@@ -58,12 +59,18 @@ def ours(what: dict[str, Any]) -> Callable[[Answer], Answer]:
     views = random_views(sizes_of(what["model"]).image_size, what["batch"])
     phases = Phases(CPU) if what.get("phases") else None
     iterate = Iteration(method, build_optimizer(method), views, phases=phases)
+    products = Products()
 
     def do(request: Answer) -> Answer:
         if request["do"] == "flops":
             small = random_views(views[0].shape[-1], request["batch"])
             counted = count_flops(method, small)
             return {"executed": counted.total / request["batch"], "attention": counted.attention / request["batch"]}
+        if request["do"] == "products":
+            if not products.calls:
+                with products:
+                    iterate()
+            return {"seconds": products.seconds()}
         return _step(iterate, phases, before)
 
     return do

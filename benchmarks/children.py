@@ -17,16 +17,6 @@ from typing import Any
 from patchmix.train.allocator import TUNABLES, with_huge_pages
 
 ROOT = Path(__file__).resolve().parents[1]
-JEMALLOC_PLACES = (
-    "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2",
-    "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2",
-    "/usr/lib64/libjemalloc.so.2",
-    "/usr/local/lib/libjemalloc.so.2",
-)
-
-
-def jemalloc() -> str | None:
-    return next((path for path in JEMALLOC_PLACES if Path(path).exists()), None)
 
 
 class Child:
@@ -37,10 +27,6 @@ class Child:
         environment.pop(TUNABLES, None)
         if what.get("allocator") == "kept":
             environment = with_huge_pages(environment)
-        if what.get("allocator") == "jemalloc":
-            library = jemalloc()
-            assert library is not None
-            environment["LD_PRELOAD"] = library
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.child", json.dumps(what)],
             stdin=subprocess.PIPE,
