@@ -112,7 +112,7 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
         ),
         optim=OptimConfig(base_lr=4e-3, warmup_epochs=epochs / 12, weight_decay=0.02, weight_decay_end=0.2),
         train=TrainConfig(batch_size=64, epochs=epochs),
-        runtime=RuntimeConfig(workers=0, monitor_every=2.0, monitor_bank=10_000, monitor_queries=2_000),
+        runtime=RuntimeConfig(workers=0, monitor_every=2.0, monitor_bank=4_000, monitor_queries=1_000),
     )
 
 
