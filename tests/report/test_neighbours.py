@@ -11,7 +11,7 @@ import torch
 
 from patchmix.evaluate import knn
 from patchmix.interop.backbone import load_backbone
-from patchmix.report.neighbours import flatten_to_map
+from patchmix.report.neighbours import class_frame, flatten_to_map
 from patchmix.report.page.embedding import nearest_by_codes, pack_vectors, quantise
 from patchmix.report.pictures import show_map, show_neighbours, show_similarity
 from patchmix.report.shown import open_shown, view
@@ -106,6 +106,11 @@ def test_pca_is_the_projection_on_the_first_two_axes() -> None:
     assert flatten_to_map(vectors)[:, 0].abs().argmax() == flatten_to_map(vectors)[:, 0].argmax()
     with pytest.raises(ValueError, match="pca, tsne, umap"):
         flatten_to_map(vectors, "mds")  # type: ignore[arg-type]
+
+
+def test_the_frames_of_two_dozen_classes_differ() -> None:
+    assert len({class_frame(number) for number in range(24)}) == 24
+    assert len({class_frame(number)[0] for number in range(8)}) == 8
 
 
 def test_figures_of_a_run(run: Path, other: Path, tmp_path: Path) -> None:

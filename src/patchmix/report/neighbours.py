@@ -23,6 +23,8 @@ from patchmix.report.style import COLORS, style
 
 MapMethod = Literal["pca", "tsne", "umap"]
 SAME, OTHER = COLORS[0], COLORS[5]
+Line = Literal["-", "--", ":"]
+LINES: tuple[Line, ...] = get_args(Line)  # for the first eight classes, the next and those after
 
 
 def neighbours_figure(
@@ -97,7 +99,7 @@ def map_figure(
 ) -> Figure:
     """A map for each run, thumbnails at their places, framed in their class's colour. runs: name and (N, 2)."""
     classes = [] if labels is None else torch.unique(labels).tolist()
-    colors = {c: _class_color(i, len(classes)) for i, c in enumerate(classes)}
+    frames = {c: class_frame(i) for i, c in enumerate(classes)}
     side = 5.6
     with style():
         figure = Figure(figsize=(side * len(runs), side + 0.6))
@@ -105,8 +107,8 @@ def map_figure(
             zoom = 72 * side / 24 / max(pictures[0].shape[:2]) * (300 / max(len(pictures), 60)) ** 0.25
             axis.scatter(plane[:, 0].numpy(), plane[:, 1].numpy(), s=1, alpha=0)  # sets the limits
             for i, image in enumerate(pictures):
-                color = "none" if labels is None else colors[int(labels[i])]
-                frame = {"edgecolor": color, "linewidth": 1.2}
+                color, line = ("none", "-") if labels is None else frames[int(labels[i])]
+                frame = {"edgecolor": color, "linestyle": line, "linewidth": 1.2}
                 box = OffsetImage(image, zoom=zoom)
                 axis.add_artist(
                     AnnotationBbox(box, (float(plane[i, 0]), float(plane[i, 1])), pad=0.08, bboxprops=frame)
@@ -115,7 +117,8 @@ def map_figure(
             axis.margins(0.06)
             axis.grid(False)
         handles = [
-            Line2D([], [], marker="s", linestyle="", color=colors[c], label=_class_name(c, names)) for c in classes[:24]
+            Line2D([], [], color=frames[c][0], linestyle=frames[c][1], label=_class_name(c, names))
+            for c in classes[: len(COLORS) * len(LINES)]
         ]
         if handles:
             figure.legend(handles=handles, loc="lower center", ncols=min(6, len(handles)), fontsize=7)
@@ -125,11 +128,9 @@ def map_figure(
     return figure
 
 
-def _class_color(index: int, count: int) -> Any:
-    """Okabe and Ito's colours for up to eight classes; no choice of more is safe for all eyes: a rainbow."""
-    import matplotlib as mpl
-
-    return COLORS[index] if count <= len(COLORS) else mpl.colormaps["turbo"](index / (count - 1))
+def class_frame(index: int) -> tuple[str, Line]:
+    """Colour and line: eight colours that all eyes tell apart, then the same with other lines."""
+    return COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
 
 
 def _class_name(label: int, names: Sequence[str] | None) -> str:
