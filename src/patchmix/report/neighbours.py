@@ -85,7 +85,9 @@ def flatten_to_map(vectors: Tensor, method: MapMethod = "pca", *, seed: int = 0)
         made = sklearn.TSNE(metric="cosine", init="random", perplexity=perplexity, random_state=seed)
     else:
         umap = _optional("umap", "UMAP", "umap-learn")
-        made = umap.UMAP(metric="cosine", n_neighbors=min(15, len(vectors) - 1), random_state=seed)
+        neighbours = min(15, len(vectors) - 1)
+        start = "spectral" if len(vectors) > 4 else "random"  # for so few there is no spectral one
+        made = umap.UMAP(metric="cosine", n_neighbors=neighbours, init=start, n_jobs=1, random_state=seed)
     return torch.from_numpy(np.asarray(made.fit_transform(unit.numpy()), dtype=np.float64))
 
 
