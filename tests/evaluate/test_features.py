@@ -193,6 +193,29 @@ def test_a_damaged_file_is_computed_again(
     assert counting.runs == 1
 
 
+def test_features_unused_for_longest_make_room(
+    backbone: EncoderFile, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [shapes_source("train", length) for length in (20, 21, 22)]
+    reader = Reader(backbone, device=CPU)
+    for source in sources:
+        reader.read(source)
+        for path in cache.iterdir():
+            os.utime(path, (path.stat().st_mtime - 100, path.stat().st_mtime - 100))
+    (cache / "notes.safetensors").write_bytes(bytes(10_000))  # not ours
+    reader.read(sources[0])  # the oldest, but used now
+    size = max(path.stat().st_size for path in cache.glob("?" * 40 + ".safetensors"))
+    monkeypatch.setattr(stored, "KEPT_BYTES", round(2.5 * size))
+    reader.read(shapes_source("train", 23))
+    assert (cache / "notes.safetensors").exists()
+    counting = Counting(monkeypatch)
+    reader.read(sources[0])
+    reader.read(shapes_source("train", 23))
+    assert counting.runs == 0
+    reader.read(sources[2])
+    assert counting.runs == 1
+
+
 def test_a_store_that_can_not_be_written_costs_nothing_but_a_warning(
     backbone: EncoderFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

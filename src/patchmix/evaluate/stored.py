@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import warnings
 import zlib
 from pathlib import Path
@@ -21,6 +23,7 @@ from patchmix.evaluate.features import Features, Pool, check_finite, extract, la
 from patchmix.files import replacing
 from patchmix.interop.encoder_file import EncoderFile
 
+KEPT_BYTES = 10 * 2**30  # of all features together; beyond that, those unused for longest go
 _VERSION = 1  # part of every key: raise it when the same arguments give other features
 
 
@@ -122,6 +125,19 @@ def _store(path: Path, features: Features) -> None:
             save_file(tensors, temporary, metadata=checks)
     except OSError as error:  # a full disk or a read-only home must not cost the evaluation
         warnings.warn(f"features are not kept: {path.parent} can't be written ({error.strerror})", stacklevel=2)
+    else:
+        with contextlib.suppress(OSError):  # another process may be doing the same
+            _forget_unused(path)
+
+
+def _forget_unused(newest: Path) -> None:
+    """Removes the features unused for longest, but never the newest, until all are within KEPT_BYTES."""
+    kept = [path for path in newest.parent.glob("*.safetensors") if re.fullmatch("[0-9a-f]{40}", path.stem)]
+    total = 0
+    for path in sorted(kept, key=lambda path: (path == newest, path.stat().st_mtime), reverse=True):
+        total += path.stat().st_size
+        if total > KEPT_BYTES and path != newest:
+            path.unlink()
 
 
 def _load(path: Path, source: Source) -> Features | None:
@@ -136,6 +152,8 @@ def _load(path: Path, source: Source) -> Features | None:
         return None
     if any(checks.get(name) != str(_checksum(tensor)) for name, tensor in tensors.items()):
         return None
+    with contextlib.suppress(OSError):  # a cache that others own
+        os.utime(path)  # used now
     return Features(tensors["vectors"], labels_at(source, tensors["indices"]), tensors["indices"])
 
 
