@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT_MINUTES = 10.0
 RENDEZVOUS = "PATCHMIX_RENDEZVOUS"  # in the environment: where processes meet, if not at torchrun's address
@@ -54,19 +58,19 @@ def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     me, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(minutes=timeout_minutes)
     try:
-        dist.init_process_group(
-            backend,
-            init_method=os.environ.get(RENDEZVOUS, "env://"),
-            rank=me,
-            world_size=world,
-            timeout=timedelta(minutes=timeout_minutes),
-        )
+        place = os.environ.get(RENDEZVOUS)
+        store, *_ = next(rendezvous(place or "env://", me, world, timeout=timeout))
+        if place is None:
+            store = only_of_this_start(store, me, world, timeout)
+        dist.init_process_group(backend, store=store, rank=me, world_size=world, timeout=timeout)
         yield
     except RuntimeError as error:
         if not _is_about_peers(error):
             raise
-        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        text = str(error).lower()
+        late = ("timed out" in text or "timeout" in text) and "refused" not in text
         reason = f"no answer within {timeout_minutes:g} min" if late else "it ended, or the network failed"
         raise PeerLost(
             f"process {me} of {world} lost another one ({reason}); the last checkpoint is whole, continue with "
@@ -75,6 +79,42 @@ def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES
     finally:
         if dist.is_initialized() and (backend == "gloo" or sys.exc_info()[0] is None):
             dist.destroy_process_group()  # after a failure NCCL would wait here for operations that never end
+
+
+def only_of_this_start(store: Store, me: int, world: int, timeout: timedelta) -> Store:
+    """A part of `store` in which only processes that were started together read and write.
+
+    torchrun's store lives as long as torchrun. After a restart it still has the addresses of the processes before, and
+    one that looks for a peer which is not there yet would find a dead one's. So each says a word that nobody has said
+    before; the first repeats them beside a name for the part, until all have seen their own word and said that name.
+    """
+    mine = uuid.uuid4().hex
+    said, named, agreed = "patchmix/said/{}", "patchmix/named", "patchmix/agreed/{}"
+    others = range(1, world)
+    deadline = time.monotonic() + timeout.total_seconds()
+    if me == 0:
+        name = mine
+        while world > 1:
+            words = store.multi_get([said.format(other) for other in others])  # waits until each has said one
+            store.set(named, " ".join([name, *(word.decode() for word in words)]))
+            answers = store.multi_get([agreed.format(other) for other in others])
+            if all(answer.decode() == name for answer in answers):
+                break
+            _wait_a_little(deadline)
+    else:
+        store.set(agreed.format(me), "nothing yet")
+        store.set(said.format(me), mine)
+        while mine not in (heard := store.get(named).decode().split()):
+            _wait_a_little(deadline)
+        name = heard[0]
+        store.set(agreed.format(me), name)
+    return PrefixStore(f"patchmix/{name}", store)
+
+
+def _wait_a_little(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise dist.DistStoreError("timed out: the processes of this start did not find each other")
+    time.sleep(0.02)
 
 
 def _is_about_peers(error: RuntimeError) -> bool:
