@@ -121,7 +121,7 @@ def test_a_k_that_makes_no_sense_fails(ks: list[int], message: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
-    n=st.integers(2048, 9000),
+    n=st.integers(8000, 30_000) | st.just(140_003),  # the last in groups of groups
     k=st.sampled_from([1, 2, 20, 128, 200, 500]),
     values=st.sampled_from([3, 50, 1 << 20]),  # few values: many are equal
 )

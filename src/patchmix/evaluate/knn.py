@@ -23,11 +23,10 @@ from patchmix.interop.encoder_file import EncoderFile
 TEMPERATURE = 0.07  # τ′
 HEADLINE_K = 20
 USUAL_KS = (10, 20, 100, 200)
-BLOCK_ELEMENTS = 1 << 26  # similarities held at a time: 256 MB
+BLOCK_ELEMENTS = 1 << 27  # similarities held at a time: 512 MB
 QUERY_ROWS = 4096  # queries that go through the bank together
 BANK_ROWS = 1 << 16  # images of the bank that are compared at a time
-TILE_ROWS = 1024  # queries of one matrix product on a CPU
-GROUP = 8  # values that are first looked at by their maximum
+TILE_ROWS = 2048  # queries of one matrix product on a CPU
 
 
 def evaluate_knn(
@@ -190,17 +189,18 @@ def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row and their positions, in any order: (rows, n) → (rows, k) twice.
 
     What is among the k largest lies in one of the k groups with the largest maxima. So most of a long row is only
-    read once, eight values at a time, where `topk` would sort pairs of value and position.
+    read once, several values at a time, where `topk` would sort pairs of value and position.
     """
     rows, n = values.shape
-    if values.device.type != "cpu" or n < max(2 * GROUP * k, 2048):
+    size = 16 if k <= 32 else 8  # large groups have few maxima, small ones few members
+    if values.device.type != "cpu" or n < max(2 * size * k, 8192):
         found = values.topk(k, dim=1, sorted=False)
         return found.values, found.indices
-    groups = n // GROUP  # value j belongs to group j mod `groups`; what is left over is always looked at
-    maxima = values[:, : groups * GROUP].view(rows, GROUP, groups).amax(dim=1)
+    groups = n // size  # value j belongs to group j mod `groups`; what is left over is always looked at
+    maxima = values[:, : groups * size].view(rows, size, groups).amax(dim=1)
     _, best = largest(maxima, k)
-    members = (best.unsqueeze(1) + groups * torch.arange(GROUP).view(1, GROUP, 1)).flatten(1)
-    members = torch.cat([members, torch.arange(groups * GROUP, n).expand(rows, -1)], dim=1)
+    members = (best.unsqueeze(1) + groups * torch.arange(size).view(1, size, 1)).flatten(1)
+    members = torch.cat([members, torch.arange(groups * size, n).expand(rows, -1)], dim=1)
     found = values.gather(1, members).topk(k, dim=1, sorted=False)
     return found.values, members.gather(1, found.indices)
 
