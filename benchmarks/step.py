@@ -22,7 +22,7 @@ CASES = {"T/2": ("vit_tiny_patch2_32", 64, 0.75), "S/16": ("vit_small_patch16_22
 def run(quick: bool = False) -> Iterator[Result]:
     for case, (model, batch, share) in CASES.items():
         yield from compare(case, model, batch, share, rounds=2 if quick else 3)
-        yield from allocators(case, model, batch, rounds=1)
+        yield from allocators(case, model, batch, rounds=1 if quick else 2)
 
 
 def compare(case: str, model: str, batch: int, share: float, rounds: int) -> list[Result]:
