@@ -20,12 +20,15 @@ def start(server: dist.TCPStore, world: int, *, late: int | None = None) -> list
     """One thread for each process; `late` comes after the others. Each then leaves its address where they met."""
     parts: dict[int, dist.Store] = {}
     address = str(next(ADDRESSES))
+    stale: list[int] = []
 
     def meet(me: int) -> None:
         if me == late:
             time.sleep(0.3)
         store = dist.TCPStore("127.0.0.1", server.port, world, is_master=False, timeout=MINUTE)
         parts[me] = only_of_this_start(store, me, world, MINUTE)
+        if parts[me].check([f"address of {me}"]):
+            stale.append(me)
         parts[me].set(f"address of {me}", address)
 
     threads = [threading.Thread(target=meet, args=(me,)) for me in range(world)]
@@ -33,6 +36,7 @@ def start(server: dist.TCPStore, world: int, *, late: int | None = None) -> list
         thread.start()
     for thread in threads:
         thread.join()
+    assert not stale, f"addresses of an earlier start: {stale}"
     return [parts[me] for me in range(world)]
 
 
