@@ -33,6 +33,7 @@ Request = tuple[int, Indices]  # an epoch, and dataset positions (n,)
 
 _REPLACEMENTS = 100  # tries to replace an undecodable sample before giving up
 _NEAR = 10  # of them from the sample's own group, where there are groups
+_TIMEOUT_MINUTES = 10.0  # without a batch from any worker
 _LOOKS = 10  # within the time-out; a process that was suspended for long loses one of them, not its run
 
 
@@ -82,7 +83,7 @@ class Loader:
         accumulate: int = 1,
         prefetch: int = 4,
         pin_memory: bool = False,
-        timeout_minutes: float = 10.0,
+        timeout_minutes: float = _TIMEOUT_MINUTES,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate {accumulate} must be at least 1; take --accumulate 1 for plain steps")
@@ -260,7 +261,7 @@ def _run(
     *,
     prefetch: int = 4,
     pin_memory: bool = False,
-    timeout_minutes: float = 10.0,
+    timeout_minutes: float = _TIMEOUT_MINUTES,
 ) -> Iterator[Batch]:
     """Answer the requests in order, by `workers` processes or, with 0, in this one."""
     loader: DataLoader[Batch | ValueError] = DataLoader(

@@ -152,7 +152,7 @@ def histories_figure(
     with style():
         figure = Figure(figsize=(3.5 * columns, 2.6 * rows))
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
-        for place, panel in zip(axes, panels, strict=False):
+        for place, panel in zip(axes[: len(panels)], panels, strict=True):
             weight = smoothing if panel not in PANELS or panel in NOISY else 0.0
             _draw_panel(place, panel, histories, axis, weight)
             if panel == "knn":
