@@ -18,18 +18,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "losses": set(),
     "schedules": set(),
     "distributed": set(),
+    "device": set(),
     "launch": set(),
     "config": set(),
     "nn": {"distributed"},
     "interop": {"files", "data", "nn", "distributed"},
     "methods": {"mixing", "nn", "losses", "schedules", "distributed"},
-    "train": {"files", "methods.method", "schedules", "distributed"},
-    "evaluate": {"files", "data", "nn", "losses", "schedules", "distributed", "interop", "methods.method", "train"},
-    "report": {"files", "data", "mixing", "nn", "losses", "interop", "train", "evaluate", "distributed"},
+    "train": {"files", "methods.method", "schedules", "distributed", "device"},
+    "evaluate": {
+        *("files", "data", "nn", "losses", "schedules", "distributed", "device", "interop", "methods.method", "train"),
+    },
+    "report": {"files", "data", "mixing", "nn", "losses", "interop", "train", "evaluate", "distributed", "device"},
     "recipes": {"config"},
     "study": {
         *("files", "config", "recipes", "data", "nn", "interop", "methods.method", "train", "evaluate", "report"),
-        "distributed",
+        *("distributed", "device"),
     },
 }
 MAY_IMPORT["build"] = set(MAY_IMPORT) - {"report"}

@@ -13,6 +13,7 @@ from rich.console import Console
 from patchmix import build, distributed
 from patchmix.config import Config, check_known, differences, from_yaml
 from patchmix.data.sources import open_source
+from patchmix.device import resolve_device
 from patchmix.evaluate.features import LAYERS, usual_resize
 from patchmix.evaluate.knn import HEADLINE_K, TEMPERATURE, fitting_ks
 from patchmix.evaluate.labelled import Labelled, open_labelled
@@ -101,7 +102,7 @@ def ablate(
         for row in chosen
     ]
     first = planned[0].config
-    with distributed.process_group(distributed.local_device(first.runtime.device)):
+    with distributed.process_group(resolve_device(first.runtime.device)):
         console = console or Console(quiet=not distributed.is_main())
         labelled = open_judge(test_data, data, console)
         fingerprint = open_source(data, "train", cache_bytes=0, progress=False).fingerprint()

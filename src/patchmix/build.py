@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import shutil
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +20,7 @@ from patchmix.data.loader import Batch, Loader
 from patchmix.data.memory import check_decodable
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CentreCrop, View, Views, normalize_, to_float
+from patchmix.device import autocast_dtype, check_compiler
 from patchmix.evaluate.features import Subset, as_channels, extract
 from patchmix.evaluate.knn import HEADLINE_K, accuracy, knn_predict
 from patchmix.methods.byol import BYOL
@@ -200,6 +199,8 @@ def build_prepare(views: ViewsConfig, in_chans: int) -> Callable[[Batch], list[T
 
 def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Plan:
     train, optim = config.train, config.optim
+    if config.runtime.compile:
+        check_compiler(device)
     by_steps = train.budget_minutes is None
     step = 1.0 / max(1, round(train.epochs * steps_per_epoch)) if by_steps else 0.0
     return Plan(
@@ -210,27 +211,14 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
         budget_seconds=None if train.budget_minutes is None else train.budget_minutes * 60,
         accumulate=train.accumulate,
         clip_grad=optim.clip_grad,
-        autocast=precision(train.precision, device),
-        compile=_compilable(config.runtime.compile, device),
+        autocast=autocast_dtype(device, train.precision),
+        compile=config.runtime.compile,
         seed=train.seed,
         log_every=config.runtime.log_every,
         monitor_every=config.runtime.monitor_every,
         checkpoint_epochs=config.runtime.checkpoint_epochs,
         checkpoint_minutes=config.runtime.checkpoint_minutes,
     )
-
-
-def precision(name: str, device: torch.device) -> torch.dtype | None:
-    """What autocast computes in; None for fp32. "auto" is bf16 on a GPU that has it, fp32 elsewhere."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-    return torch.bfloat16 if name == "bf16" else None
-
-
-def _compilable(wanted: bool, device: torch.device) -> bool:
-    if wanted and device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))):
-        raise ValueError("--compile needs a C++ compiler on the CPU; install g++, or leave --compile out")
-    return wanted
 
 
 def build_evaluators(config: Config, source: Source, image_size: int, device: torch.device) -> list[Evaluator]:

@@ -121,25 +121,6 @@ def _is_about_peers(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
-def local_device(name: str = "auto") -> torch.device:
-    """ "auto" is this process's own GPU where there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and "LOCAL_RANK" in os.environ:
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("device is cuda, but torch sees no GPU; use --device cpu or install a CUDA driver")
-        if device.index is not None and device.index >= torch.cuda.device_count():
-            raise ValueError(
-                f"device is {device}, but torch sees {torch.cuda.device_count()} GPUs; start as many processes "
-                "(--devices, --nproc-per-node) as there are GPUs, or use --device cpu"
-            )
-        torch.cuda.set_device(device)
-    return device
-
-
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()

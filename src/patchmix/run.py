@@ -16,6 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from patchmix import build, distributed
 from patchmix.config import Config, differences, from_dict, from_yaml, override, to_dict, to_yaml
 from patchmix.data.contract import Source
+from patchmix.device import resolve_device
 from patchmix.evaluate.finetune import FinetuneSettings, evaluate_finetune
 from patchmix.evaluate.knn import evaluate_knn
 from patchmix.evaluate.linear import evaluate_linear
@@ -195,7 +196,7 @@ def run_config(
     config: Config, out: Path, *, resume: str | Path | None = None, init_from: str | Path | None = None
 ) -> Run:
     """Trains what `config` says in the folder `out`, from the start or from a checkpoint."""
-    device = distributed.local_device(config.runtime.device)
+    device = resolve_device(config.runtime.device)
     if device.type == "cpu":
         (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
     group = distributed.process_group(device, config.runtime.timeout_minutes)

@@ -54,7 +54,8 @@ def bench(
         raise ValueError(f"steps is {steps}; it must be at least 1")
     from timm.models.vision_transformer import VisionTransformer
 
-    from patchmix import build, distributed
+    from patchmix import build
+    from patchmix.device import autocast_dtype, resolve_device
     from patchmix.interop.encoder_file import Architecture
     from patchmix.run import configure
     from patchmix.study.bench import measure_speed, print_speed
@@ -72,7 +73,7 @@ def bench(
         compile=compile or None,
         settings=settings,
     )
-    target = distributed.local_device(config.runtime.device)
+    target = resolve_device(config.runtime.device)
     if target.type == "cpu":
         (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
     source = build.build_source(config)
@@ -102,7 +103,7 @@ def bench(
         build.build_prepare(views=config.views, in_chans=config.model.in_chans),
         device=target,
         flops=flops,
-        autocast=build.precision(config.train.precision, target),
+        autocast=autocast_dtype(target, config.train.precision),
         steps=steps,
         compiled=config.runtime.compile,
     )

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.sources import open_source
+from patchmix.device import resolve_device
 from patchmix.evaluate.features import Features, Pool
 from patchmix.evaluate.stored import Reader
 from patchmix.files import writing
@@ -39,7 +40,7 @@ def embed(
     """
     if out.suffix not in (".parquet", ".npy"):
         raise ValueError(f"{out} must end in .parquet or .npy")
-    target = distributed.local_device(device)
+    target = resolve_device(device)
     with distributed.process_group(target):
         source = _open(data, split)
         reader = Reader(backbone, device=target, pool=pool, resize=resize, workers=workers, batch_size=batch_size)

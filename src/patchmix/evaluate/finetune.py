@@ -24,12 +24,13 @@ from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.loader import Batch, Loader
 from patchmix.data.views import to_float
+from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate.augmentation import CROP_AREA, Erasing, TimmAugmentation, global_randomness, seed_globally
 from patchmix.evaluate.features import as_channels, extract, usual_resize
 from patchmix.evaluate.labelled import open_labelled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import encoder_name
-from patchmix.evaluate.supervised import Scores, fit, precision, top_accuracies, usual_batch, work_folder
+from patchmix.evaluate.supervised import Scores, fit, top_accuracies, usual_batch, work_folder
 from patchmix.files import replacing
 from patchmix.interop.encoder_file import EncoderFile
 from patchmix.interop.exporting import timm_arguments
@@ -103,7 +104,7 @@ def evaluate_finetune(
     """
     settings = FinetuneSettings() if settings is None else settings
     settings.check()
-    target = distributed.local_device(device)
+    target = resolve_device(device)
     with distributed.process_group(target):
         labelled = open_labelled(data, many_passes=True)
         had_test = labelled.test is not None
@@ -290,7 +291,7 @@ def _train(
             weight_decay=lambda progress: float(told["weight_decay"]),
             batch_size=told["batch_size"],
             epochs=told["epochs"],
-            autocast=precision(device),
+            autocast=autocast_dtype(device),
             seed=told["seed"],
             monitor_every=1.0,
         ),

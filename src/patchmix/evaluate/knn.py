@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchmix import distributed
+from patchmix.device import resolve_device
 from patchmix.evaluate.features import LAYERS, Pool, progress_bar
 from patchmix.evaluate.features import check_finite as check_finite  # those who vote need it, too
 from patchmix.evaluate.labelled import open_labelled
@@ -58,7 +59,7 @@ def evaluate_knn(
     out: a folder; one line is added to its results.jsonl.
     Under torchrun every process calls this; the work is split and all return the same.
     """
-    target = distributed.local_device(device)
+    target = resolve_device(device)
     with distributed.process_group(target):
         labelled = open_labelled(data)
         reader = Reader(

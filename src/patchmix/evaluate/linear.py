@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from patchmix import distributed
 from patchmix.data.loader import Batch, Loader
 from patchmix.data.views import View, Views, to_float
+from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate import sweep
 from patchmix.evaluate.features import LAYERS, Features, Pool, pooled
 from patchmix.evaluate.labelled import Labelled, held_out, open_labelled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import Reader
-from patchmix.evaluate.supervised import Scores, fit, precision, top_accuracies, usual_batch, work_folder
+from patchmix.evaluate.supervised import Scores, fit, top_accuracies, usual_batch, work_folder
 from patchmix.interop.encoder_file import EncoderFile
 from patchmix.methods.method import Method
 from patchmix.schedules import Cosine
@@ -69,7 +70,7 @@ def evaluate_linear(
         raise ValueError(f"protocol is {protocol!r}; it must be paper or fast")
     if epochs is not None and epochs <= 0:
         raise ValueError(f"epochs is {epochs}; it must be above 0, the paper's is {EPOCHS:g}")
-    target = distributed.local_device(device)
+    target = resolve_device(device)
     with distributed.process_group(target):
         labelled = open_labelled(data, many_passes=protocol == "paper")
         had_test = labelled.test is not None
@@ -206,7 +207,7 @@ def _paper(
             weight_decay=lambda progress: 0.0,
             batch_size=batch_size,
             epochs=epochs,
-            autocast=precision(device),
+            autocast=autocast_dtype(device),
             seed=seed,
             monitor_every=1.0,
         ),

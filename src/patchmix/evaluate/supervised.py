@@ -124,11 +124,6 @@ def top_accuracies(logits: Tensor, labels: Tensor, prefix: str = "") -> dict[str
     return found
 
 
-def precision(device: torch.device) -> torch.dtype | None:
-    """bf16 on a GPU that has it, fp32 elsewhere."""
-    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
-
-
 class _Warn:
     """Names every image that can't be decoded once."""
 

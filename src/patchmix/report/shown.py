@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchmix import distributed
 from patchmix.data.contract import Source, Split
 from patchmix.data.decode import DecodeError, Pixels, decode
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CentreCrop
+from patchmix.device import resolve_device
 from patchmix.evaluate.features import Features, Subset, usual_resize
 from patchmix.evaluate.stored import Reader
 from patchmix.interop.backbone import Backbone, load_backbone
@@ -103,7 +103,7 @@ def view(
     source: Source, backbones: Sequence[Backbone], *, device: str = "auto", workers: int = 0, cache: bool = True
 ) -> Viewed:
     """The features of all images of `source`, by the reader that kNN uses (and its store, with `cache`)."""
-    target = distributed.local_device(device)
+    target = resolve_device(device)
     found: list[Features] = []
     for backbone in backbones:
         pool = "mean" if backbone.file.encoder().cls_token is None else "token"

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from patchmix.device import cpp_compiler
 from patchmix.train.allocator import can_ask_for_huge_pages, page_policy
 
 Verdict = Literal["ok", "could be better", "missing"]
@@ -177,12 +178,11 @@ def storage(runs: Path) -> Iterator[Finding]:
 
 
 def compiling() -> Iterator[Finding]:
-    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if torch.cuda.is_available():
         has_triton = importlib.util.find_spec("triton") is not None
         remedy = "" if has_triton else "--compile needs it: pip install triton"
         yield Finding("--compile", "triton" if has_triton else "no triton", "ok" if has_triton else "missing", remedy)
-    elif compiler:
+    elif compiler := cpp_compiler():
         yield Finding("--compile", f"possible with {compiler}")
     else:
         yield Finding(

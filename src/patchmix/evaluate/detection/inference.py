@@ -15,11 +15,11 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 from patchmix import distributed
 from patchmix.data.loader import one_pass
 from patchmix.data.views import to_float
+from patchmix.device import autocast_dtype
 from patchmix.evaluate.detection.coco import Category, CocoImages
 from patchmix.evaluate.detection.model import Detection, Detector
 from patchmix.evaluate.detection.views import FittedViews
 from patchmix.evaluate.features import gather_rows, progress_bar
-from patchmix.evaluate.supervised import precision
 
 Entry = dict[str, Any]  # image_id, category_id, bbox (x, y, width, height), score, segmentation
 _ROW = 1024  # bytes sent as one row between processes
@@ -88,7 +88,7 @@ def detect_batch(
     if not len(pixels):
         return []
     visible = [(int(row[0]), int(row[1])) for row in sizes.tolist()]
-    autocast = precision(device)
+    autocast = autocast_dtype(device)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         detections = detector(to_float(pixels.to(device), mean, std), visible)
     assert isinstance(detections, list)

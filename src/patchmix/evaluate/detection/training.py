@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from patchmix import distributed
 from patchmix.data.loader import Batch, Loader
 from patchmix.data.views import to_float
+from patchmix.device import autocast_dtype
 from patchmix.evaluate.detection.coco import CocoImages
 from patchmix.evaluate.detection.files import DetectorFile
 from patchmix.evaluate.detection.inference import Entry, detect_all, gather_text
@@ -23,7 +24,7 @@ from patchmix.evaluate.detection.scoring import Scores, score
 from patchmix.evaluate.detection.settings import DetectSettings
 from patchmix.evaluate.detection.views import TrainingViews, unpack
 from patchmix.evaluate.supervised import Scores as BestScores
-from patchmix.evaluate.supervised import fit, precision
+from patchmix.evaluate.supervised import fit
 from patchmix.methods.method import Method
 from patchmix.schedules import WarmupCosine
 from patchmix.train.loop import Plan
@@ -165,7 +166,7 @@ def train_detector(
             epochs=settings.epochs,
             accumulate=settings.accumulate,
             clip_grad=settings.clip_grad,
-            autocast=precision(device),
+            autocast=autocast_dtype(device),
             seed=settings.seed,
             monitor_every=settings.evaluate_every,
         ),

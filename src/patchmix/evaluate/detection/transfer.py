@@ -13,6 +13,7 @@ import torch
 
 from patchmix import distributed
 from patchmix.data.decode import EXTENSIONS, DecodeError, decode
+from patchmix.device import resolve_device
 from patchmix.evaluate.detection.coco import CocoImages, open_split
 from patchmix.evaluate.detection.files import FILE, DetectorFile, load_detector
 from patchmix.evaluate.detection.inference import as_entry, detect_batch
@@ -68,7 +69,7 @@ def detect(
     if backbone is not None and start is not None:
         raise ValueError("a detector brings its own encoder; give either an encoder or a detector to start from")
     data, out = Path(data), Path(out)
-    target = distributed.local_device(device)
+    target = resolve_device(device)
     with distributed.process_group(target):
         training = open_split(data, train, images=train_images, annotations=train_annotations)
         testing = open_split(data, val, images=val_images, annotations=val_annotations)
@@ -157,7 +158,7 @@ def evaluate_only(
     Metrics: as in `detect`.
     """
     data = Path(data)
-    target = distributed.local_device(device)
+    target = resolve_device(device)
     with distributed.process_group(target):
         file = load_detector(Path(detector))
         testing = open_split(data, val, images=val_images, annotations=val_annotations)
@@ -203,7 +204,7 @@ def predict(
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold is {threshold}; it must be in [0, 1]")
     file, out = load_detector(Path(detector)), Path(out)
-    target = distributed.local_device(device)
+    target = resolve_device(device)
     network = file.detector().to(target)
     views = FittedViews(size=file.shape.image_size, mean=file.mean)
     names = {category.id: category.name for category in file.categories}

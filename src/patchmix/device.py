@@ -1,0 +1,45 @@
+"""Which device a process computes on, in which precision, and whether it can compile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+
+
+def resolve_device(name: str = "auto") -> torch.device:
+    """ "auto" is this process's own GPU where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device is cuda, but torch sees no GPU; use --device cpu or install a CUDA driver")
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"device is {device}, but torch sees {torch.cuda.device_count()} GPUs; start as many processes "
+                "(--devices, --nproc-per-node) as there are GPUs, or use --device cpu"
+            )
+        torch.cuda.set_device(device)
+    return device
+
+
+def autocast_dtype(device: torch.device, precision: str = "auto") -> torch.dtype | None:
+    """What autocast computes in; None for fp32. "auto" is bf16 on a GPU that supports it, fp32 elsewhere."""
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return torch.bfloat16 if precision == "bf16" else None
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that torch.compile uses on the CPU, if there is one."""
+    return next((path for name in (os.environ.get("CXX", ""), "g++", "clang++") if (path := shutil.which(name))), None)
+
+
+def check_compiler(device: torch.device) -> None:
+    """A ValueError where torch.compile cannot work."""
+    if device.type == "cpu" and cpp_compiler() is None:
+        raise ValueError("--compile needs a C++ compiler on the CPU; install g++, or leave --compile out")
