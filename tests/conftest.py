@@ -1,4 +1,4 @@
-"""What several test modules share: where the real data and the golden tensors are, if they are."""
+"""What several test modules share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ import torch
 torch.set_num_threads(1)  # sums then have one order, and small products are quicker
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+GOLDEN = Path(__file__).parent / "assets" / "golden"
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with real data and golden tensors that stands beside a development checkout."""
+    """The folder with real images that stands beside a development checkout."""
     if not SHARED.is_dir():
-        pytest.skip(f"no shared data beside the checkout ({SHARED.name}/ is missing)")
+        pytest.skip(f"needs real images: put CIFAR-10, COCO and photos into {SHARED}/data")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def golden_folder() -> Path:
+    """Outputs of the authors' code; assets/golden/README.md says what they are."""
+    return GOLDEN
 
 
 @pytest.fixture(autouse=True)

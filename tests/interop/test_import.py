@@ -60,8 +60,8 @@ def test_reasons(name: str, reasons: set[str], make_foreign, file: Path) -> None
 
 @pytest.mark.parametrize("name", ["a_m3", "a_m2"])
 @pytest.mark.parametrize("which", ["base", "momentum"])
-def test_golden_tokens(name: str, which: str, shared: Path) -> None:
-    folder = shared / "golden"
+def test_golden_tokens(name: str, which: str, golden_folder: Path) -> None:
+    folder = golden_folder
     settings, tensors = json.loads((folder / f"{name}.json").read_text()), load_file(folder / f"{name}.safetensors")
     imported = import_checkpoint(folder / f"{name}.pth", encoder=which, heads=settings["heads"])
     assert imported.format == "patchmix-authors"
@@ -71,23 +71,23 @@ def test_golden_tokens(name: str, which: str, shared: Path) -> None:
     torch.testing.assert_close(tokens, tensors[f"eval.{which}_encoder.tokens"], atol=1e-5, rtol=1e-5)
 
 
-def test_wrong_heads_give_other_tokens(shared: Path) -> None:
+def test_wrong_heads_give_other_tokens(golden_folder: Path) -> None:
     """Why heads must be known: everything loads, and nothing is right."""
-    tensors = load_file(shared / "golden" / "a_m3.safetensors")
-    file = import_checkpoint(shared / "golden" / "a_m3.pth", encoder="base", heads=6).file
+    tensors = load_file(golden_folder / "a_m3.safetensors")
+    file = import_checkpoint(golden_folder / "a_m3.pth", encoder="base", heads=6).file
     with torch.no_grad():
         tokens = file.encoder().forward_features(tensors["x1"])
     assert (tokens - tensors["eval.base_encoder.tokens"]).abs().max() > 0.1
 
 
-def test_unusual_width_needs_heads(shared: Path) -> None:
+def test_unusual_width_needs_heads(golden_folder: Path) -> None:
     with pytest.raises(ValueError, match=r"dim 48 is none of patchmix-authors.*give heads \(--heads\)"):
-        import_checkpoint(shared / "golden" / "a_m3.pth")
+        import_checkpoint(golden_folder / "a_m3.pth")
 
 
-def test_heads_that_do_not_divide_the_width(shared: Path) -> None:
+def test_heads_that_do_not_divide_the_width(golden_folder: Path) -> None:
     with pytest.raises(ValueError, match="heads is 5; it must divide the encoder's dim 48"):
-        import_checkpoint(shared / "golden" / "a_m3.pth", heads=5)
+        import_checkpoint(golden_folder / "a_m3.pth", heads=5)
 
 
 def test_other_heads_than_the_project_uses_are_noted(make_foreign, file: Path) -> None:

@@ -22,8 +22,8 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 
 
 @pytest.fixture(params=["a_m3", "a_m2"])
-def golden(request: pytest.FixtureRequest, shared: Path) -> tuple[dict, dict[str, Tensor], dict[str, Tensor]]:
-    folder, name = shared / "golden", request.param
+def golden(request: pytest.FixtureRequest, golden_folder: Path) -> tuple[dict, dict[str, Tensor], dict[str, Tensor]]:
+    folder, name = golden_folder, request.param
     settings = json.loads((folder / f"{name}.json").read_text())
     checkpoint = torch.load(folder / f"{name}.pth", weights_only=True)
     return settings, load_file(folder / f"{name}.safetensors"), checkpoint["state_dict"]
@@ -94,11 +94,14 @@ def test_tokens_of_both_encoders(golden) -> None:
 
 def test_queries_and_keys(golden) -> None:
     settings, tensors, weights = golden
-    method = build(settings, weights).train()
-    mix_q, q1 = method.queries(tensors["mix2"], tensors["x1"])
-    k1, k2, mix_k = method.keys(tensors["x1"], tensors["x2"], tensors["mix1"])
+    # Batch norm over six images amplifies rounding to about 1e-5. In float64 only the golden tensors' own rounding is
+    # left, so that the comparison gives the same on every processor.
+    method = build(settings, weights).train().double()
+    x1, x2, mix1, mix2 = (tensors[name].double() for name in ("x1", "x2", "mix1", "mix2"))
+    mix_q, q1 = method.queries(mix2, x1)
+    k1, k2, mix_k = method.keys(x1, x2, mix1)
     for ours, name in ((mix_q, "mix2_q"), (q1, "q1"), (k1, "k1"), (k2, "k2"), (mix_k, "mix1_k")):
-        torch.testing.assert_close(ours, tensors[name], **TOLERANCE)
+        assert (ours - tensors[name]).abs().max() <= 1e-5 * tensors[name].abs().max(), name
     target = tensors["soft_target.origin"]
     smoothed = contrast(tensors["q1"], tensors["k2"], target, settings["temperature"])
     torch.testing.assert_close(smoothed, tensors["loss_oto_smoothed"][0], **TOLERANCE)
