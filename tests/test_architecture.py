@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": set(),
     "config": set(),
     "nn": {"distributed"},
-    "interop": {"files", "data", "nn", "distributed"},
+    "interop": {"files", "data", "nn", "device"},
     "methods": {"mixing", "nn", "losses", "schedules", "distributed"},
     "train": {"files", "methods.method", "schedules", "distributed", "device"},
     "evaluate": {

@@ -22,7 +22,7 @@ import torch
 from patchmix.build import METHODS
 from patchmix.cli import main
 from patchmix.data.sources import open_source
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.loading import load_backbone
 from patchmix.study.ablation_rows import rows_of
 from tests.evaluate.detection.conftest import write_split
 
@@ -63,7 +63,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
             cv2.imwrite(str(path), np.ascontiguousarray(image))
     for name, i in (("a", 0), ("b", 1)):
         shutil.copy(folder / "photos" / f"{i}.jpg", folder / "photos" / f"{name}.jpg")
-    torch.save(EncoderFile.load(folder / "run" / "encoder.safetensors").weights, folder / "checkpoint.pth")
+    torch.save(load_backbone(folder / "run" / "encoder.safetensors").weights, folder / "checkpoint.pth")
     return folder
 
 

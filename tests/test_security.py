@@ -31,7 +31,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "patchmix"
 MAY_IMPORT = {
     # This package again, and the program that a user names in a pipe: address; both by a list of words.
     "subprocess": {"launch.py", "data/remote.py"},
-    "pickle": {"train/checkpoint.py", "interop/reading.py"},  # the name of an error only
+    "pickle": {"train/checkpoint.py", "interop/importing.py"},  # the name of an error only
 }
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "os.execv", "os.spawnv", "compile", "__import__"}
 FORBIDDEN_MODULES = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "socketserver", "http.server", "xmlrpc"}

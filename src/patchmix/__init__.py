@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from patchmix.interop.backbone import load_backbone as load
+    from patchmix.interop.loading import load_backbone as load
     from patchmix.mixing import Mixed, PatchMix, overlap
     from patchmix.run import Run, pretrain
 
@@ -20,7 +20,7 @@ _HOME = {
     "Mixed": ("patchmix.mixing", "Mixed"),
     "PatchMix": ("patchmix.mixing", "PatchMix"),
     "overlap": ("patchmix.mixing", "overlap"),
-    "load": ("patchmix.interop.backbone", "load_backbone"),
+    "load": ("patchmix.interop.loading", "load_backbone"),
     "Run": ("patchmix.run", "Run"),
     "pretrain": ("patchmix.run", "pretrain"),
 }

@@ -262,7 +262,7 @@ def open_judge(test_data: str | Path | None, data: str | Path, console: Console)
 
 def judge(run: Run, labelled: Labelled, data: str, config: Config) -> dict[str, Result]:
     """kNN and the fast linear protocol, from results.jsonl where they are there already."""
-    file = run.load().file
+    file = run.load()
     common = {"layer": LAYERS["token"], "resize": usual_resize(file.architecture.image_size)}
     voters = len(labelled.train) - int(labelled.test is None)
     ks, tested = fitting_ks(voters), labelled.with_test()

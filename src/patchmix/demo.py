@@ -15,7 +15,7 @@ from patchmix.config import Config
 from patchmix.data.sources import open_source
 from patchmix.evaluate.knn import HEADLINE_K, evaluate_knn
 from patchmix.evaluate.results import wilson
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.report.figures import curves_figure, mix_figure, targets_figure
 from patchmix.report.style import save
 from patchmix.run import configure, run_config
@@ -51,11 +51,11 @@ def demo(out: Path, *, budget: str = "3min") -> Path:
     return run.path
 
 
-def _untrained(config: Config) -> EncoderFile:
+def _untrained(config: Config) -> Backbone:
     """The encoder as the run began with it."""
     encoder = build.build_method(config).encoder
     assert isinstance(encoder, VisionTransformer)
-    return EncoderFile(Architecture.of(config.model.name, encoder), dict(encoder.state_dict()))
+    return Backbone(Architecture.of(config.model.name, encoder), dict(encoder.state_dict()))
 
 
 def write_figures(folder: Path, config: Config, references: dict[str, float]) -> list[Path]:

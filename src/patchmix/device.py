@@ -14,7 +14,10 @@ def resolve_device(name: str = "auto") -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} can't be used here; use auto, cpu or cuda") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device is cuda, but torch sees no GPU; use --device cpu or install a CUDA driver")

@@ -22,8 +22,8 @@ from patchmix.evaluate.knn import evaluate_knn
 from patchmix.evaluate.linear import evaluate_linear
 from patchmix.evaluate.results import Result
 from patchmix.files import remove_unfinished, write_text
-from patchmix.interop.backbone import Backbone, load_backbone
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
+from patchmix.interop.loading import load_backbone
 from patchmix.methods.method import Method
 from patchmix.recipes import find_recipe
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
@@ -60,19 +60,19 @@ class Run:
 
     def backbone(self) -> VisionTransformer:
         """The trained encoder as a plain timm model, in evaluation mode."""
-        return self.load().file.encoder()
+        return self.load().encoder()
 
     def knn(self, data: str | Path, **options: Any) -> Result:
         """See `patchmix.evaluate.knn.evaluate_knn`; the result is also added to results.jsonl."""
-        return evaluate_knn(self.load().file, data, out=self.path, **options)
+        return evaluate_knn(self.load(), data, out=self.path, **options)
 
     def linear(self, data: str | Path, **options: Any) -> Result:
         """See `patchmix.evaluate.linear.evaluate_linear`; the result is also added to results.jsonl."""
-        return evaluate_linear(self.load().file, data, out=self.path, **options)
+        return evaluate_linear(self.load(), data, out=self.path, **options)
 
     def finetune(self, data: str | Path, **settings: Any) -> Result:
         """See `patchmix.evaluate.finetune`: the settings are those of FinetuneSettings."""
-        return evaluate_finetune(self.load().file, data, settings=FinetuneSettings(**settings), out=self.path)
+        return evaluate_finetune(self.load(), data, settings=FinetuneSettings(**settings), out=self.path)
 
 
 def pretrain(
@@ -206,7 +206,7 @@ def run_config(
             raise ValueError("--init-from starts a new run, --resume continues one; give only one of them")
         source = build.build_source(config)
         _check_same_data(source, state)
-        weights = None if init_from is None else load_backbone(init_from).file.weights
+        weights = None if init_from is None else load_backbone(init_from).weights
         method = build.build_method(config, weights)
         encoder = method.encoder
         assert isinstance(encoder, VisionTransformer)
@@ -325,8 +325,8 @@ def _save_encoder(out: Path, config: Config, architecture: Architecture, method:
         "seed": config.train.seed,
     }
     weights = {name: tensor.cpu() for name, tensor in method.encoder.state_dict().items()}
-    file = EncoderFile(architecture, weights, config.views.mean, config.views.std, origin)
-    file.save(out / "encoder.safetensors")
+    backbone = Backbone(architecture, weights, config.views.mean, config.views.std, origin)
+    backbone.save(out / "encoder.safetensors")
 
 
 def _introduce(

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval
 from tyro.conf import Positional, arg
 
-
 Count = Annotated[int, Ge(1)]
 Probability = Annotated[float, Interval(ge=0, le=1)]
 NonNegative = Annotated[float, Ge(0)]

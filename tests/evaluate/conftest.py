@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from patchmix.data.shapes import shapes_source
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.nn.vit import create_encoder
 
 
@@ -23,16 +23,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def make_backbone(seed: int = 0, *, in_chans: int = 3) -> EncoderFile:
+def make_backbone(seed: int = 0, *, in_chans: int = 3) -> Backbone:
     """A ViT with random weights for 32 px, small enough for thousands of images a second."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = create_encoder("vit_tiny_patch8_32", dim=24, depth=2, heads=3, in_chans=in_chans)
-    return EncoderFile(Architecture.of("vit_tiny_patch8_32", encoder), encoder.state_dict())
+    return Backbone(Architecture.of("vit_tiny_patch8_32", encoder), encoder.state_dict())
 
 
 @pytest.fixture
-def backbone() -> EncoderFile:
+def backbone() -> Backbone:
     return make_backbone()
 
 

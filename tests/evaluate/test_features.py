@@ -19,7 +19,7 @@ from patchmix.evaluate import stored
 from patchmix.evaluate.features import Part, Subset, extract, progress_bar, usual_resize
 from patchmix.evaluate.labelled import held_out, open_labelled
 from patchmix.evaluate.stored import Reader, encoder_name
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 from tests.evaluate.conftest import make_backbone
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_undecodable_images_are_left_out_and_the_others_keep_their_labels(class_
     assert found.labels.tolist() == np.delete(source.labels, bad).tolist()
 
 
-def test_pools_are_the_token_and_the_mean_of_the_patches(backbone: EncoderFile) -> None:
+def test_pools_are_the_token_and_the_mean_of_the_patches(backbone: Backbone) -> None:
     source = shapes_source("train", 4)
     encoder = backbone.encoder()
     images = to_float(torch.from_numpy(np.stack([source.load(i) for i in range(4)])), MEAN, STD)
@@ -80,7 +80,7 @@ def test_an_encoder_of_one_channel_sees_the_mean_of_three() -> None:
     assert torch.isfinite(found.vectors).all()
 
 
-def test_resize_is_the_authors_switch(backbone: EncoderFile) -> None:
+def test_resize_is_the_authors_switch(backbone: Backbone) -> None:
     """32 → 36 → the central 32: other features than those of the whole image."""
     source = shapes_source("train", 4)
     whole = Reader(backbone, device=CPU).read(source).vectors
@@ -97,7 +97,7 @@ def test_broken_weights_are_named_and_not_stored(cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_nothing_is_printed_where_nobody_looks(backbone: EncoderFile, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_where_nobody_looks(backbone: Backbone, capfd: pytest.CaptureFixture[str]) -> None:
     Reader(backbone, device=CPU).read(shapes_source("train", 5))
     assert capfd.readouterr() == ("", "")
 
@@ -119,7 +119,7 @@ def test_a_bar_is_shown_at_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: p
         ({"format": "dino", "encoder": "momentum"}, "vit_tiny_patch8_32 (momentum encoder)"),
     ],
 )
-def test_the_encoder_is_named(origin: dict[str, str], shown: str, backbone: EncoderFile) -> None:
+def test_the_encoder_is_named(origin: dict[str, str], shown: str, backbone: Backbone) -> None:
     assert encoder_name(dataclasses.replace(backbone, origin=origin)) == shown
 
 
@@ -141,7 +141,7 @@ class Counting:
 
 
 def test_a_second_reading_does_not_run_the_encoder(
-    backbone: EncoderFile, cache: Path, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counting = Counting(monkeypatch)
     source = shapes_source("train", 12)
@@ -154,7 +154,7 @@ def test_a_second_reading_does_not_run_the_encoder(
     assert [path.suffix for path in cache.iterdir()] == [".safetensors"]
 
 
-def test_anything_that_changes_features_runs_it_again(backbone: EncoderFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anything_that_changes_features_runs_it_again(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     source = shapes_source("train", 12)
     Reader(backbone, device=CPU).read(source)
     counting = Counting(monkeypatch)
@@ -177,7 +177,7 @@ def test_anything_that_changes_features_runs_it_again(backbone: EncoderFile, mon
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 def test_a_damaged_file_is_computed_again(
-    damage: str, backbone: EncoderFile, cache: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, backbone: Backbone, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = shapes_source("train", 12)
     right = Reader(backbone, device=CPU).read(source)
@@ -194,7 +194,7 @@ def test_a_damaged_file_is_computed_again(
 
 
 def test_features_unused_for_longest_make_room(
-    backbone: EncoderFile, cache: Path, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [shapes_source("train", length) for length in (20, 21, 22)]
     reader = Reader(backbone, device=CPU)
@@ -217,7 +217,7 @@ def test_features_unused_for_longest_make_room(
 
 
 def test_a_store_that_can_not_be_written_costs_nothing_but_a_warning(
-    backbone: EncoderFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "file" / "cache"))
@@ -235,18 +235,18 @@ from patchmix import distributed
 from patchmix.evaluate import features
 from patchmix.evaluate.labelled import open_labelled
 from patchmix.evaluate.stored import Reader
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.loading import load_backbone
 features.GATHERED_ROWS = 3
 device, folder = torch.device("cpu"), Path(sys.argv[1])
 with distributed.process_group(device):
-    reader = Reader(EncoderFile.load(folder / "encoder.safetensors"), device=device, batch_size=2, cache=False)
+    reader = Reader(load_backbone(folder / "encoder.safetensors"), device=device, batch_size=2, cache=False)
     for case in ("odd", "bad"):
         found = reader.read(open_labelled(folder / case).train)
         torch.save([found.vectors, found.labels, found.indices], folder / f"{case}-{distributed.rank()}.pt")
 """
 
 
-def test_two_processes_find_what_one_finds(backbone: EncoderFile, class_folder: Path, tmp_path: Path) -> None:
+def test_two_processes_find_what_one_finds(backbone: Backbone, class_folder: Path, tmp_path: Path) -> None:
     """An odd number of images, and one that can't be decoded: parts of different lengths, nothing lost or doubled."""
     for case in ("odd", "bad"):
         shutil.copytree(class_folder, tmp_path / case)

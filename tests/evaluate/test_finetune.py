@@ -25,7 +25,7 @@ from patchmix.evaluate.finetune import (
 )
 from patchmix.evaluate.labelled import open_labelled
 from patchmix.evaluate.results import read_results
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 
 RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
 SHORT = FinetuneSettings(epochs=3, batch_size=16)
@@ -51,7 +51,7 @@ class Stop(Exception):
 
 
 def test_a_stopped_training_goes_on_and_ends_the_same(
-    backbone: EncoderFile, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = evaluate_finetune(backbone, few, settings=SHORT, out=tmp_path / "whole")
     original = Loader.batches
@@ -80,7 +80,7 @@ def test_a_stopped_training_goes_on_and_ends_the_same(
         assert torch.equal(tensor, states[1]["method"][name]), name
 
 
-def test_what_it_leaves_is_what_it_tested(backbone: EncoderFile, few: Path, tmp_path: Path) -> None:
+def test_what_it_leaves_is_what_it_tested(backbone: Backbone, few: Path, tmp_path: Path) -> None:
     result = evaluate_finetune(backbone, few, settings=SHORT, out=tmp_path / "run")
     assert read_results(tmp_path / "run") == [result]
     assert result.images == 20
@@ -100,7 +100,7 @@ def test_what_it_leaves_is_what_it_tested(backbone: EncoderFile, few: Path, tmp_
     assert not torch.equal(model.blocks[0].attn.qkv.weight, backbone.weights["blocks.0.attn.qkv.weight"])
 
 
-def test_the_defaults_are_the_authors(backbone: EncoderFile, few: Path) -> None:
+def test_the_defaults_are_the_authors(backbone: Backbone, few: Path) -> None:
     result = evaluate_finetune(backbone, few, settings=FinetuneSettings(epochs=1))
     assert result.settings["batch_size"] == 48
     assert result.settings["lr"] == pytest.approx(1e-3 * 48 / 256)  # narrow as ViT-T
@@ -129,7 +129,7 @@ def test_the_defaults_are_the_authors(backbone: EncoderFile, few: Path) -> None:
         (FinetuneSettings(layer_decay=0.0), "layer_decay is 0.0"),
     ],
 )
-def test_mistakes_are_named(settings: FinetuneSettings, message: str, backbone: EncoderFile, few: Path) -> None:
+def test_mistakes_are_named(settings: FinetuneSettings, message: str, backbone: Backbone, few: Path) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate_finetune(backbone, few, settings=settings)
 
@@ -137,7 +137,7 @@ def test_mistakes_are_named(settings: FinetuneSettings, message: str, backbone: 
 # ------------------------------------------------------------------------------------------------------------- pieces
 
 
-def test_layers_learn_more_slowly_the_deeper_they_lie(backbone: EncoderFile) -> None:
+def test_layers_learn_more_slowly_the_deeper_they_lie(backbone: Backbone) -> None:
     """Head 1, last block and the norm behind it 0.75, and so on down to the patch embedding."""
     model = classifier(backbone, 4)
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -155,7 +155,7 @@ def test_layers_learn_more_slowly_the_deeper_they_lie(backbone: EncoderFile) -> 
     assert not any(decayed[name] for name in ("pos_embed", "cls_token", "norm.weight", "blocks.0.attn.qkv.bias"))
 
 
-def test_the_average_follows_with_timms_warm_up(backbone: EncoderFile) -> None:
+def test_the_average_follows_with_timms_warm_up(backbone: Backbone) -> None:
     method = FinetuneMethod(classifier(backbone, 4), 4, FinetuneSettings())
     before = method.ema.module.head.weight.clone()
     weight = method.encoder.head.weight
@@ -172,7 +172,7 @@ def test_the_average_follows_with_timms_warm_up(backbone: EncoderFile) -> None:
     assert not any(p.requires_grad for p in method.ema.parameters())
 
 
-def test_mixing_follows_the_methods_own_generator(backbone: EncoderFile) -> None:
+def test_mixing_follows_the_methods_own_generator(backbone: Backbone) -> None:
     method = FinetuneMethod(classifier(backbone, 4), 4, FinetuneSettings()).eval()
     images, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
     losses = []
@@ -185,7 +185,7 @@ def test_mixing_follows_the_methods_own_generator(backbone: EncoderFile) -> None
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_without_mixing_labels_are_smoothed(backbone: EncoderFile) -> None:
+def test_without_mixing_labels_are_smoothed(backbone: Backbone) -> None:
     method = FinetuneMethod(classifier(backbone, 4), 4, FinetuneSettings(mixup=0, cutmix=0)).eval()
     with torch.no_grad():
         method.encoder.head.weight.zero_()

@@ -13,7 +13,7 @@ from patchmix.data.sources import open_source
 from patchmix.data.write_shards import write_shards
 from patchmix.evaluate.features import Part, Subset, extract
 from patchmix.evaluate.knn import evaluate_knn
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 from tests.evaluate.conftest import write_image
 
 
@@ -27,7 +27,7 @@ def labelled(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-def test_knn_from_shards_equals_knn_from_the_files(labelled: Path, tmp_path: Path, backbone: EncoderFile) -> None:
+def test_knn_from_shards_equals_knn_from_the_files(labelled: Path, tmp_path: Path, backbone: Backbone) -> None:
     write_shards(labelled, tmp_path / "shards", per_shard=16, progress=False)
     files = evaluate_knn(backbone, labelled, ks=(1, 5), device="cpu")
     shards = evaluate_knn(backbone, tmp_path / "shards", ks=(1, 5), device="cpu")
@@ -35,7 +35,7 @@ def test_knn_from_shards_equals_knn_from_the_files(labelled: Path, tmp_path: Pat
     assert 0 < files.top1 < 1
 
 
-def test_features_follow_the_images(labelled: Path, tmp_path: Path, backbone: EncoderFile) -> None:
+def test_features_follow_the_images(labelled: Path, tmp_path: Path, backbone: Backbone) -> None:
     write_shards(labelled, tmp_path / "shards", split="train", per_shard=16, progress=False)
     original, shards = open_source(labelled, cache_bytes=0), open_source(tmp_path / "shards", cache_bytes=0)
     options = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "device": torch.device("cpu")}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from patchmix.evaluate import knn
 from patchmix.evaluate.knn import accuracy, evaluate_knn, fitting_ks, knn_predict
 from patchmix.evaluate.results import read_results
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 from tests.oracles.knn import ranking, vote
 
 
@@ -155,7 +155,7 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------------- whole evaluation
 
 
-def test_an_evaluation_says_how_and_keeps_the_result(backbone: EncoderFile, tmp_path: Path) -> None:
+def test_an_evaluation_says_how_and_keeps_the_result(backbone: Backbone, tmp_path: Path) -> None:
     result = evaluate_knn(backbone, "shapes:150", out=tmp_path / "run")
     assert read_results(tmp_path / "run") == [result]
     assert result.images == 2000
@@ -168,13 +168,13 @@ def test_an_evaluation_says_how_and_keeps_the_result(backbone: EncoderFile, tmp_
     assert "vit_tiny_patch8_32" in result.encoder
 
 
-def test_a_k_above_the_bank_fails_before_the_work(backbone: EncoderFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_k_above_the_bank_fails_before_the_work(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patchmix.evaluate.stored.extract", lambda *_, **__: pytest.fail("the encoder ran"))
     with pytest.raises(ValueError, match="k is 200, but only 50 labelled images"):
         evaluate_knn(backbone, "shapes:50", ks=[20, 200])
 
 
-def test_without_a_test_split_one_is_left_out(backbone: EncoderFile, class_folder: Path) -> None:
+def test_without_a_test_split_one_is_left_out(backbone: Backbone, class_folder: Path) -> None:
     """Fewer than 100 images, and each has a twin: the twin is found, and nobody votes for himself."""
     result = evaluate_knn(backbone, class_folder, ks=[1])
     assert result.images == 12

@@ -15,7 +15,7 @@ from patchmix.evaluate.linear import LinearMethod, evaluate_linear
 from patchmix.evaluate.results import read_results
 from patchmix.evaluate.supervised import Scores, top_accuracies, usual_batch
 from patchmix.evaluate.sweep import Candidate, Score, best_of, fit_candidates, grid, score, usual_epochs
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 
 
 def blobs(images: int, dim: int, classes: int, noise: float, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def test_the_best_candidate() -> None:
     assert best_of(scores) == 2
 
 
-def test_the_fast_protocol(backbone: EncoderFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_protocol(backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = evaluate_linear(backbone, "shapes:300", protocol="fast", epochs=20, out=tmp_path)
     assert result.protocol == "linear-fast"
     assert read_results(tmp_path) == [result]
@@ -107,7 +107,7 @@ def test_the_fast_protocol(backbone: EncoderFile, tmp_path: Path, monkeypatch: p
 
 
 def test_the_fast_protocol_does_not_choose_on_the_test_images(
-    backbone: EncoderFile, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     original = linear.sweep.score
@@ -124,7 +124,7 @@ def test_the_fast_protocol_does_not_choose_on_the_test_images(
 # ------------------------------------------------------------------------------------------------- the paper's protocol
 
 
-def test_the_papers_protocol(backbone: EncoderFile, tmp_path: Path) -> None:
+def test_the_papers_protocol(backbone: Backbone, tmp_path: Path) -> None:
     result = evaluate_linear(backbone, "shapes:600", epochs=3, lr=0.03, out=tmp_path)
     assert result.protocol == "linear"
     assert result.settings["lr"] == 0.03
@@ -158,7 +158,7 @@ def stopping_after(steps: int, original: Callable[..., Iterator[object]]) -> Cal
 
 
 def test_a_stopped_evaluation_goes_on_and_ends_the_same(
-    backbone: EncoderFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = evaluate_linear(backbone, "shapes:512", epochs=3, out=tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -185,13 +185,13 @@ def test_a_stopped_evaluation_goes_on_and_ends_the_same(
     assert torch.equal(heads[0]["head.weight"], heads[1]["head.weight"])
 
 
-def test_other_settings_do_not_go_on_with_a_checkpoint(backbone: EncoderFile, tmp_path: Path) -> None:
+def test_other_settings_do_not_go_on_with_a_checkpoint(backbone: Backbone, tmp_path: Path) -> None:
     evaluate_linear(backbone, "shapes:64", epochs=1, out=tmp_path)
     evaluate_linear(backbone, "shapes:64", epochs=1, lr=0.02, out=tmp_path)
     assert len(list(tmp_path.glob("linear-*"))) == 2
 
 
-def test_the_loss_of_the_frozen_method_has_gradients_for_the_head_only(backbone: EncoderFile) -> None:
+def test_the_loss_of_the_frozen_method_has_gradients_for_the_head_only(backbone: Backbone) -> None:
     method = LinearMethod(backbone.encoder(), 4)
     method.train()
     out = method((torch.randn(6, 3, 32, 32), torch.arange(6) % 4))
@@ -237,12 +237,12 @@ def test_the_usual_batch() -> None:
         ({"batch_size": 400}, "fewer than the batch size 400"),
     ],
 )
-def test_mistakes_are_named(options: dict[str, object], message: str, backbone: EncoderFile) -> None:
+def test_mistakes_are_named(options: dict[str, object], message: str, backbone: Backbone) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate_linear(backbone, "shapes:50", **options)  # type: ignore[arg-type]
 
 
-def test_without_a_test_split_a_fifth_is_tested_on(backbone: EncoderFile, class_folder: Path) -> None:
+def test_without_a_test_split_a_fifth_is_tested_on(backbone: Backbone, class_folder: Path) -> None:
     result = evaluate_linear(backbone, class_folder, protocol="fast", epochs=2)
     assert result.images == 3
     assert result.settings["test"] == "a fifth held out"

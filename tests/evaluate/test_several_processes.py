@@ -26,7 +26,7 @@ from patchmix.data.shapes import shapes_source
 from patchmix.evaluate.linear import evaluate_linear
 from patchmix.evaluate.results import read_results
 from patchmix.evaluate.supervised import work_folder
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.lock import run_lock
 from tests.evaluate.detection.conftest import write_split
@@ -48,7 +48,7 @@ def labelled(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def encoder(backbone: EncoderFile, tmp_path: Path) -> Path:
+def encoder(backbone: Backbone, tmp_path: Path) -> Path:
     backbone.save(tmp_path / "encoder.safetensors")
     return tmp_path / "encoder.safetensors"
 
@@ -196,7 +196,7 @@ def test_what_one_process_does_is_refused_to_two(
 
 
 def test_two_of_the_same_training_at_a_time_are_refused(
-    backbone: EncoderFile, labelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, labelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders: list[Path] = []
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchmix.interop.backbone import Backbone
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
 
 State = dict[str, Tensor]
 
@@ -160,4 +159,4 @@ def backbone() -> Backbone:
     """Four heads where the name says three, its own mean and std: what an export may get wrong."""
     shape = Architecture("vit_tiny_patch4_16", 16, 4, 3, 48, 2, 4)
     weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in shape.create().state_dict().items()}
-    return Backbone(EncoderFile(shape, weights, (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), {"recipe": "test"}), "small")
+    return Backbone(shape, weights, (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), {"recipe": "test"}, "small")

@@ -12,8 +12,10 @@ from PIL import Image
 from torch.nn import functional as F
 
 from patchmix.config import Config, ModelConfig, ViewsConfig, to_dict
-from patchmix.interop import backbone as module
-from patchmix.interop.backbone import Backbone, load_backbone
+from patchmix.interop import loading
+from patchmix.interop.backbone import Backbone
+from patchmix.interop.importing import read_entries
+from patchmix.interop.loading import load_backbone
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.nn.vit import create_encoder
 
@@ -58,8 +60,8 @@ def test_unfinished_run(run, images: torch.Tensor) -> None:
     folder, method = run
     loaded = load_backbone(folder)
     assert loaded.name == "experiment (unfinished, step 40)"
-    assert loaded.file.architecture.heads == 4 and loaded.file.mean == (0.1, 0.2, 0.3)
-    torch.testing.assert_close(loaded.embed(images), features(method.encoder, images, loaded.file))
+    assert loaded.architecture.heads == 4 and loaded.mean == (0.1, 0.2, 0.3)
+    torch.testing.assert_close(loaded.embed(images), features(method.encoder, images, loaded))
 
 
 def test_momentum_encoder_of_a_run(run, images: torch.Tensor, backbone: Backbone) -> None:
@@ -68,11 +70,11 @@ def test_momentum_encoder_of_a_run(run, images: torch.Tensor, backbone: Backbone
     expected = method.momentum_copy.network[0]
     for path in (folder, folder / "checkpoints" / "last"):
         loaded = load_backbone(path, encoder="momentum")
-        torch.testing.assert_close(loaded.embed(images), features(expected, images, loaded.file))
+        torch.testing.assert_close(loaded.embed(images), features(expected, images, loaded))
         assert (loaded.embed(images) - load_backbone(folder).embed(images)).abs().max() > 0.01
-    backbone.file.save(folder / "encoder.safetensors")
+    backbone.save(folder / "encoder.safetensors")
     assert load_backbone(folder, encoder="momentum").name == "experiment (momentum)"
-    assert load_backbone(folder).file.digest() == backbone.file.digest()
+    assert load_backbone(folder).digest() == backbone.digest()
 
 
 def test_run_whose_method_has_no_momentum_encoder(run) -> None:
@@ -87,20 +89,52 @@ def test_run_whose_method_has_no_momentum_encoder(run) -> None:
 
 
 def test_finished_run_and_its_file(backbone: Backbone, tmp_path: Path) -> None:
-    backbone.file.save(tmp_path / "mine" / "encoder.safetensors")
+    backbone.save(tmp_path / "mine" / "encoder.safetensors")
     for what in (tmp_path / "mine", str(tmp_path / "mine"), tmp_path / "mine" / "encoder.safetensors"):
         loaded = load_backbone(what)
-        assert loaded.name == "mine" and loaded.file.digest() == backbone.file.digest()
-        assert loaded.file.origin == {"recipe": "test"}
+        assert loaded.name == "mine" and loaded.digest() == backbone.digest()
+        assert loaded.origin == {"recipe": "test"}
+
+
+def test_our_own_file_comes_back_as_it_is(backbone: Backbone, tmp_path: Path) -> None:
+    path = tmp_path / "encoder.safetensors"
+    backbone.save(path)
+    loaded = load_backbone(path)
+    assert loaded.digest() == backbone.digest()
+    assert loaded.architecture == backbone.architecture and loaded.std == backbone.std
+    with pytest.raises(ValueError, match="has 4 heads by its metadata; leave heads=3 out"):
+        load_backbone(path, heads=3)
+    with pytest.raises(ValueError, match="holds only the base encoder"):
+        load_backbone(path, encoder="momentum")
+    larger = load_backbone(path, image_size=32)
+    assert larger.architecture.name == "vit_tiny_patch4_32" and larger.embed(torch.rand(1, 3, 32, 32)).shape == (1, 48)
+
+
+@pytest.mark.parametrize("kind", ["encoder.safetensors", "checkpoint"])
+def test_our_own_files_are_read_once(kind: str, run, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = run
+    if kind == "encoder.safetensors":
+        backbone.save(folder / kind)
+    opened: list[Path] = []
+
+    def read(path: Path) -> Any:
+        opened.append(path)
+        return read_entries(path)
+
+    def no_import(*_: object, **__: object) -> None:
+        raise AssertionError("our own weights went through the importer")
+
+    monkeypatch.setattr(loading, "read_entries", read)
+    monkeypatch.setattr(loading, "import_entries", no_import)
+    load_backbone(folder)
+    assert len(opened) == 1
 
 
 def test_foreign_checkpoint_on_the_fly(make_foreign, tmp_path: Path) -> None:
     foreign = make_foreign("dino")
     torch.save(foreign.checkpoint, tmp_path / "dino.pth")
     loaded = load_backbone(tmp_path / "dino.pth", encoder="base")
-    assert loaded.name == "dino" and torch.equal(
-        loaded.file.weights["norm.weight"], foreign.encoders["base"]["norm.weight"]
-    )
+    assert loaded.name == "dino" and torch.equal(loaded.weights["norm.weight"], foreign.encoders["base"]["norm.weight"])
 
 
 def test_mistakes(tmp_path: Path) -> None:
@@ -125,14 +159,14 @@ def test_random_timm_model_says_so_and_is_always_the_same() -> None:
     assert one.name == "vit_tiny_patch4_32 (random weights)"
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(7)
-    assert load_backbone("timm:vit_tiny_patch4_32").file.digest() == one.file.digest()
+    assert load_backbone("timm:vit_tiny_patch4_32").digest() == one.digest()
 
 
 def test_pretrained_timm_model_comes_from_the_cache_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import timm
 
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    monkeypatch.setattr(module, "try_to_load_from_cache", lambda *a, **k: None)
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *a, **k: None)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     with pytest.raises(ValueError, match=r"not on this machine.*timm\.create_model\('vit_tiny_patch16_224\.augreg"):
         load_backbone(f"timm:{name}")
@@ -143,19 +177,19 @@ def test_pretrained_timm_model_comes_from_the_cache_only(monkeypatch: pytest.Mon
         assert repository == f"timm/{name}"
         return str(tmp_path / filename) if (tmp_path / filename).exists() else None
 
-    monkeypatch.setattr(module, "try_to_load_from_cache", cached)
+    monkeypatch.setattr(loading, "try_to_load_from_cache", cached)
     loaded = load_backbone(f"timm:{name}")
-    assert loaded.file.mean == (0.5, 0.5, 0.5)  # not ImageNet's
-    assert torch.equal(loaded.file.weights["blocks.3.attn.qkv.weight"], model.blocks[3].attn.qkv.weight)
+    assert loaded.mean == (0.5, 0.5, 0.5)  # not ImageNet's
+    assert torch.equal(loaded.weights["blocks.3.attn.qkv.weight"], model.blocks[3].attn.qkv.weight)
 
 
 # --------------------------------------------------------------------------------------------------------- embedding
 
 
 def test_token_and_mean(backbone: Backbone, images: torch.Tensor) -> None:
-    encoder = backbone.file.encoder()
-    torch.testing.assert_close(backbone.embed(images, batch_size=2), features(encoder, images, backbone.file))
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (backbone.file.mean, backbone.file.std))
+    encoder = backbone.encoder()
+    torch.testing.assert_close(backbone.embed(images, batch_size=2), features(encoder, images, backbone))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (backbone.mean, backbone.std))
     with torch.no_grad():
         tokens = encoder.forward_features((images - mean) / std)
     torch.testing.assert_close(backbone.embed(images, pool="mean"), tokens[:, 1:].mean(dim=1))
@@ -196,7 +230,7 @@ def test_pictures_are_turned_upright(backbone: Backbone, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (torch.randn(2, 3, 16, 16), r"expected \[0, 1\], before any normalisation"),
+        (torch.randn(2, 3, 16, 16), r"expected \[0, 1\], before any normalization"),
         (torch.full((1, 3, 16, 16), torch.nan), r"expected \[0, 1\]"),
         (torch.rand(2, 16, 16, 3), r"shape \(2, 16, 16, 3\); expected \(N, 3, H, W\)"),
         (np.zeros((16, 16, 3), np.uint8), r"expected \(N, H, W, 3\)"),

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from patchmix.interop.backbone import Backbone, load_backbone
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.exporting import FORMATS, export
+from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
 
 NAMES = {"timm": "model.safetensors", "torchvision": "tv.safetensors", "huggingface": "folder", "onnx": "model.onnx"}
@@ -25,8 +25,8 @@ def images() -> torch.Tensor:
     return torch.rand(5, 3, 16, 16)
 
 
-def normalised(images: torch.Tensor, file: EncoderFile) -> torch.Tensor:
-    return (images - torch.tensor(file.mean).view(3, 1, 1)) / torch.tensor(file.std).view(3, 1, 1)
+def normalized(images: torch.Tensor, backbone: Backbone) -> torch.Tensor:
+    return (images - torch.tensor(backbone.mean).view(3, 1, 1)) / torch.tensor(backbone.std).view(3, 1, 1)
 
 
 def opened(usage: str, images: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_round_trip(format: str, backbone: Backbone, images: torch.Tensor, tmp_p
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(exported.files)  # no temporary files
     expected = backbone.embed(images)
     torch.testing.assert_close(
-        opened(exported.usage, normalised(images, backbone.file)),
+        opened(exported.usage, normalized(images, backbone)),
         expected,
         atol=1e-4 if format == "onnx" else 1e-5,
         rtol=0,
@@ -60,40 +60,40 @@ def test_back_into_patchmix(format: str, backbone: Backbone, tmp_path: Path) -> 
     export(backbone, tmp_path / NAMES[format], format)
     heads = 4 if format == "torchvision" else None  # names and shapes only; the others keep our metadata
     again = load_backbone(tmp_path / NAMES[format], heads=heads)
-    assert again.file.digest() == backbone.file.digest()
+    assert again.digest() == backbone.digest()
     if heads is None:
-        assert again.file.architecture == backbone.file.architecture and again.file.mean == backbone.file.mean
+        assert again.architecture == backbone.architecture and again.mean == backbone.mean
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_32", "vit_small_patch16_224"])
 def test_names_of_timm_and_of_ours(name: str, tmp_path: Path) -> None:
     encoder = create_encoder(name, depth=1)
-    file = EncoderFile(Architecture.of(name, encoder), encoder.state_dict())
-    exported = export(Backbone(file, name), tmp_path / "a.safetensors", "timm")
-    size = file.architecture.image_size
+    backbone = Backbone(Architecture.of(name, encoder), encoder.state_dict())
+    exported = export(backbone, tmp_path / "a.safetensors", "timm")
+    size = backbone.architecture.image_size
     images = torch.rand(1, 3, size, size)
     torch.testing.assert_close(
-        opened(exported.usage, normalised(images, file)), Backbone(file, name).embed(images), atol=1e-5, rtol=0
+        opened(exported.usage, normalized(images, backbone)), backbone.embed(images), atol=1e-5, rtol=0
     )
 
 
-def test_grey_encoder(tmp_path: Path) -> None:
+def test_gray_encoder(tmp_path: Path) -> None:
     encoder = create_encoder("vit_tiny_patch4_16", dim=48, depth=1, heads=3, in_chans=1)
-    grey = Backbone(EncoderFile(Architecture.of("vit_tiny_patch4_16", encoder), encoder.state_dict()), "grey")
-    exported = export(grey, tmp_path / "a.safetensors", "timm")
+    gray = Backbone(Architecture.of("vit_tiny_patch4_16", encoder), encoder.state_dict())
+    exported = export(gray, tmp_path / "a.safetensors", "timm")
     images = torch.rand(2, 3, 16, 16)
-    one = normalised(images, grey.file).mean(dim=1, keepdim=True)
-    torch.testing.assert_close(opened(exported.usage, one), grey.embed(images), atol=1e-5, rtol=0)
+    one = normalized(images, gray).mean(dim=1, keepdim=True)
+    torch.testing.assert_close(opened(exported.usage, one), gray.embed(images), atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="torchvision's ViT takes 3 channels, this encoder 1"):
-        export(grey, tmp_path / "b.safetensors", "torchvision")
+        export(gray, tmp_path / "b.safetensors", "torchvision")
 
 
 def test_encoder_that_torchvision_can_not_express(tmp_path: Path) -> None:
     encoder = create_encoder("vit_tiny_patch4_16", dim=48, depth=1, heads=3)
     weights = encoder.state_dict() | {"reg_token": torch.zeros(1, 4, 48)}
-    file = EncoderFile(Architecture.of("vit_tiny_patch4_16", encoder), weights)
+    backbone = Backbone(Architecture.of("vit_tiny_patch4_16", encoder), weights)
     with pytest.raises(ValueError, match="no place for reg_token"):
-        export(Backbone(file, "x"), tmp_path / "b.safetensors", "torchvision")
+        export(backbone, tmp_path / "b.safetensors", "torchvision")
 
 
 @pytest.mark.parametrize("format", ["timm", "torchvision", "huggingface"])
@@ -106,18 +106,18 @@ def test_nothing_different_is_overwritten_unasked(format: str, backbone: Backbon
     for _ in range(5):
         export(backbone, out, format)  # the same again is fine
     before = [path.read_bytes() for path in files]
-    changed = {name: tensor + 1 for name, tensor in backbone.file.weights.items()}
-    other = Backbone(dataclasses.replace(backbone.file, weights=changed), "other")
+    changed = {name: tensor + 1 for name, tensor in backbone.weights.items()}
+    other = dataclasses.replace(backbone, weights=changed)
     with pytest.raises(ValueError, match=r"exists and differs.*overwrite"):
         export(other, out, format)
     assert [path.read_bytes() for path in files] == before
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(files)
     if format != "torchvision":  # which stores no normalisation
         with pytest.raises(ValueError, match="exists and differs"):
-            export(Backbone(dataclasses.replace(backbone.file, std=(1.0, 1.0, 1.0)), "other"), out, format)
+            export(dataclasses.replace(backbone, std=(1.0, 1.0, 1.0)), out, format)
     export(other, out, format, overwrite=True)
     again = load_backbone(out, heads=4 if format == "torchvision" else None)
-    assert again.file.digest() == other.file.digest()
+    assert again.digest() == other.digest()
 
 
 def test_other_files_are_not_touched(backbone: Backbone, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_other_files_are_not_touched(backbone: Backbone, tmp_path: Path) -> None
 def test_a_failing_write_leaves_the_old_file(
     backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from patchmix.interop import encoder_file
+    from patchmix.interop import backbone as module
 
     out = tmp_path / "model.safetensors"
     export(backbone, out, "timm")
@@ -151,7 +151,7 @@ def test_a_failing_write_leaves_the_old_file(
         path.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(encoder_file, "save_file", full_disk)
+    monkeypatch.setattr(module, "save_file", full_disk)
     with pytest.raises(OSError, match="no space"):
         export(backbone, out, "timm", overwrite=True)
     assert out.read_bytes() == before and list(tmp_path.iterdir()) == [out]
@@ -163,7 +163,7 @@ def test_onnx_tells_its_normalisation_and_no_paths(backbone: Backbone, tmp_path:
     export(backbone, tmp_path / "a.onnx", "onnx")
     model = onnx.load(tmp_path / "a.onnx")
     said = {entry.key: entry.value for entry in model.metadata_props}
-    assert tuple(json.loads(said["mean"])) == backbone.file.mean and tuple(json.loads(said["std"])) == backbone.file.std
+    assert tuple(json.loads(said["mean"])) == backbone.mean and tuple(json.loads(said["std"])) == backbone.std
     assert b"site-packages" not in (tmp_path / "a.onnx").read_bytes()
 
 

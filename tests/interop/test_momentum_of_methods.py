@@ -9,7 +9,7 @@ import torch
 
 from patchmix import build
 from patchmix.config import Config, override, to_dict, to_yaml
-from patchmix.interop.backbone import load_backbone
+from patchmix.interop.loading import load_backbone
 from patchmix.nn.momentum import MomentumCopy
 
 WITHOUT = ("simclr", "swav")
@@ -33,7 +33,7 @@ def test_the_momentum_encoder_of_every_method(name: str, tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     state = {"method": before, "optimizer": {}, "step": 3, "config": to_dict(config), "data": "shapes"}
     torch.save(state, tmp_path / "checkpoints" / "step-000000003.pt")
-    base = load_backbone(tmp_path).file.weights
+    base = load_backbone(tmp_path).weights
     assert base.keys() == method.encoder.state_dict().keys()
     assert all(torch.equal(base[key], tensor) for key, tensor in method.encoder.state_dict().items())
     if name in WITHOUT:
@@ -43,7 +43,7 @@ def test_the_momentum_encoder_of_every_method(name: str, tmp_path: Path) -> None
     copies = [module for module in method.modules() if isinstance(module, MomentumCopy)]
     assert len(copies) == 1
     teacher = copies[0].network[0].state_dict()
-    found = load_backbone(tmp_path, encoder="momentum").file.weights
+    found = load_backbone(tmp_path, encoder="momentum").weights
     assert found.keys() == teacher.keys()
     assert all(torch.equal(found[key], teacher[key]) for key in teacher)
     assert any(not torch.equal(found[key], base[key]) for key in teacher)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from patchmix.interop.backbone import load_backbone
 from patchmix.interop.exporting import export
+from patchmix.interop.loading import load_backbone
 from patchmix.run import pretrain
 
 SETTINGS = [
@@ -38,12 +38,12 @@ def test_run_checkpoint_and_export_agree(run: Path, tmp_path: Path) -> None:
     images = torch.rand(4, 3, 32, 32)
     finished = load_backbone(run)
     features = finished.embed(images)
-    assert finished.name == "tiny" and finished.file.mean == (0.4, 0.5, 0.6)
+    assert finished.name == "tiny" and finished.mean == (0.4, 0.5, 0.6)
 
     checkpoint = load_backbone(run / "checkpoints" / "last")
     assert checkpoint.name == "tiny/step-000000002"
-    assert checkpoint.file.digest() == finished.file.digest()
-    assert checkpoint.file.architecture == finished.file.architecture and checkpoint.file.mean == finished.file.mean
+    assert checkpoint.digest() == finished.digest()
+    assert checkpoint.architecture == finished.architecture and checkpoint.mean == finished.mean
     momentum = load_backbone(run, encoder="momentum").embed(images)
     assert 1e-6 < (momentum - features).abs().max() < 1  # two steps behind
 
@@ -51,6 +51,6 @@ def test_run_checkpoint_and_export_agree(run: Path, tmp_path: Path) -> None:
     exec(export(finished, tmp_path / "hub", "huggingface").usage, scope)
     model = scope["model"]
     assert isinstance(model, torch.nn.Module)
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (finished.file.mean, finished.file.std))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (finished.mean, finished.std))
     with torch.no_grad():
         torch.testing.assert_close(model.eval()((images - mean) / std), features, atol=1e-5, rtol=0)

@@ -11,8 +11,8 @@ import torch
 from browser import Browser, find_chromium
 
 from patchmix.evaluate.knn import evaluate_knn
-from patchmix.interop.backbone import load_backbone
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
+from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
 from patchmix.run import pretrain
 
@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         device="cpu",
         settings=SETTINGS,
     )
-    evaluate_knn(load_backbone(out).file, "shapes:64", device="cpu", out=out, cache=False)
+    evaluate_knn(load_backbone(out), "shapes:64", device="cpu", out=out, cache=False)
     return out
 
 
@@ -56,7 +56,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder = create_encoder("vit_tiny_patch16_32", dim=48, depth=1, heads=4)
     folder = tmp_path_factory.mktemp("encoders") / "a rather long name of an encoder without training"
     folder.mkdir()
-    file = EncoderFile(Architecture.of("vit_tiny_patch16_32", encoder), encoder.state_dict())
+    file = Backbone(Architecture.of("vit_tiny_patch16_32", encoder), encoder.state_dict())
     file.save(folder / "encoder.safetensors")
     return folder
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from patchmix.evaluate import knn
-from patchmix.interop.backbone import load_backbone
+from patchmix.interop.loading import load_backbone
 from patchmix.report.neighbours import class_frame, flatten_to_map
 from patchmix.report.page.embedding import nearest_by_codes, pack_vectors, quantise
 from patchmix.report.pictures import show_map, show_neighbours, show_similarity

@@ -14,7 +14,7 @@ from browser import Browser
 from PIL import Image
 
 from patchmix.evaluate import knn
-from patchmix.interop.backbone import load_backbone
+from patchmix.interop.loading import load_backbone
 from patchmix.report.curves import read_history
 from patchmix.report.page import embedding, report
 from patchmix.report.shown import open_shown, view

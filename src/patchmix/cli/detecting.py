@@ -68,7 +68,7 @@ def detect(
     from patchmix import distributed
     from patchmix.cli.judging import results_folder
     from patchmix.evaluate import detection
-    from patchmix.interop.backbone import load_backbone
+    from patchmix.interop.loading import load_backbone
 
     if predict:
         distributed.check_alone("patchmix detect --predict")
@@ -96,7 +96,7 @@ def detect(
             raise ValueError(f"--out is missing; {run} has no folder of its own for the results")
         common = {"epochs": epochs, "batch_size": batch_size, "image_size": image_size, "pyramid": pyramid}
         result = detection.detect(
-            None if run == "scratch" else load_backbone(run, encoder=encoder).file,
+            None if run == "scratch" else load_backbone(run, encoder=encoder),
             data,
             folder,
             _settings({key: value for key, value in common.items() if value is not None}, settings),

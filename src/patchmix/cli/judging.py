@@ -38,10 +38,10 @@ def knn(
         out: Where results.jsonl is; by default the run's folder.
     """
     from patchmix.evaluate.knn import evaluate_knn
-    from patchmix.interop.backbone import load_backbone
+    from patchmix.interop.loading import load_backbone
 
     result = evaluate_knn(
-        load_backbone(run, encoder=encoder).file,
+        load_backbone(run, encoder=encoder),
         data,
         ks=k or None,
         pool=pool,
@@ -87,10 +87,10 @@ def linear(
         out: Where results.jsonl and checkpoints go; by default the run's folder. The same call resumes.
     """
     from patchmix.evaluate.linear import evaluate_linear
-    from patchmix.interop.backbone import load_backbone
+    from patchmix.interop.loading import load_backbone
 
     result = evaluate_linear(
-        load_backbone(run, encoder=encoder).file,
+        load_backbone(run, encoder=encoder),
         data,
         protocol=protocol,
         epochs=epochs,
@@ -147,7 +147,7 @@ def finetune(
         out: Where results.jsonl, checkpoints and the models go; by default the run's folder. The same call resumes.
     """
     from patchmix.evaluate.finetune import FinetuneSettings, evaluate_finetune
-    from patchmix.interop.backbone import load_backbone
+    from patchmix.interop.loading import load_backbone
 
     settings = FinetuneSettings(
         epochs=epochs,
@@ -162,7 +162,7 @@ def finetune(
         seed=seed,
     )
     result = evaluate_finetune(
-        load_backbone(run, encoder=encoder).file,
+        load_backbone(run, encoder=encoder),
         data,
         settings=settings,
         resize=resize,
@@ -196,9 +196,9 @@ def embed(
         workers: Processes that prepare images.
     """
     from patchmix.evaluate.embed import embed
-    from patchmix.interop.backbone import load_backbone
+    from patchmix.interop.loading import load_backbone
 
-    file = load_backbone(run, encoder=encoder).file
+    file = load_backbone(run, encoder=encoder)
     for path in embed(file, data, out, split=split, pool=pool, resize=resize, device=device, workers=workers):
         print(f"wrote {path}")
 

@@ -56,7 +56,7 @@ def bench(
 
     from patchmix import build
     from patchmix.device import autocast_dtype, resolve_device
-    from patchmix.interop.encoder_file import Architecture
+    from patchmix.interop.backbone import Architecture
     from patchmix.run import configure
     from patchmix.study.bench import measure_speed, print_speed
     from patchmix.study.flops import METHODS, Sizes, method_flops

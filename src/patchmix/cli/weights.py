@@ -34,7 +34,7 @@ def import_weights(
 
     imported = import_checkpoint(checkpoint, format=format, encoder=encoder, heads=heads, image_size=image_size)
     path = out / "encoder.safetensors"
-    imported.file.save(path, overwrite=overwrite)
+    imported.backbone.save(path, overwrite=overwrite)
     print("\n".join([*imported.summary(), f"wrote    {path}"]))
 
 
@@ -53,8 +53,8 @@ def export_weights(
         format: What to write.
         overwrite: Replace what is there.
     """
-    from patchmix.interop.backbone import load_backbone
     from patchmix.interop.exporting import export
+    from patchmix.interop.loading import load_backbone
 
     exported = export(load_backbone(run, encoder=encoder), out, format, overwrite=overwrite)
     for path in exported.files:

@@ -18,11 +18,11 @@ from patchmix.device import resolve_device
 from patchmix.evaluate.features import Features, Pool
 from patchmix.evaluate.stored import Reader
 from patchmix.files import writing
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 
 
 def embed(
-    backbone: EncoderFile,
+    backbone: Backbone,
     data: str | Path,
     out: Path,
     *,

@@ -32,7 +32,7 @@ from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import encoder_name
 from patchmix.evaluate.supervised import Scores, fit, top_accuracies, usual_batch, work_folder
 from patchmix.files import replacing
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 from patchmix.interop.exporting import timm_arguments
 from patchmix.methods.method import Method
 from patchmix.schedules import WarmupCosine
@@ -82,7 +82,7 @@ class FinetuneSettings:
 
 
 def evaluate_finetune(
-    backbone: EncoderFile,
+    backbone: Backbone,
     data: str | Path,
     *,
     settings: FinetuneSettings | None = None,
@@ -206,11 +206,11 @@ class FinetuneMethod(Method):
         self.ema.update(self.encoder, step=int(self.scores.steps))
 
 
-def usual_base_lr(backbone: EncoderFile) -> float:
+def usual_base_lr(backbone: Backbone) -> float:
     return 1e-3 if backbone.architecture.dim <= _TINY_DIM else 5e-4
 
 
-def classifier(backbone: EncoderFile, classes: int, *, drop_path: float = 0.0) -> VisionTransformer:
+def classifier(backbone: Backbone, classes: int, *, drop_path: float = 0.0) -> VisionTransformer:
     """The encoder with a new linear layer on its class token."""
     model = backbone.encoder(drop_path=drop_path)
     model.reset_classifier(classes)
@@ -235,7 +235,7 @@ def _train(
     method: FinetuneMethod,
     train: Source,
     test: Source,
-    backbone: EncoderFile,
+    backbone: Backbone,
     told: dict[str, Any],
     device: torch.device,
     workers: int,
@@ -307,15 +307,13 @@ def _train(
 # ------------------------------------------------------------------------------------------------------ what it leaves
 
 
-def timm_call(backbone: EncoderFile, classes: int) -> dict[str, Any]:
+def timm_call(backbone: Backbone, classes: int) -> dict[str, Any]:
     """The arguments of `timm.create_model` for the classifier; add `checkpoint_path`."""
     name, arguments = timm_arguments(backbone.architecture)
     return {"model_name": name, **arguments, "num_classes": classes}
 
 
-def save_classifiers(
-    method: FinetuneMethod, backbone: EncoderFile, folder: Path, classes: tuple[str, ...] | None
-) -> None:
+def save_classifiers(method: FinetuneMethod, backbone: Backbone, folder: Path, classes: tuple[str, ...] | None) -> None:
     """model.safetensors and model_ema.safetensors: plain timm state dicts, with the classifier."""
     for name, model in (("model", method.encoder), ("model_ema", method.ema.module)):
         assert isinstance(model, VisionTransformer)

@@ -19,7 +19,7 @@ from patchmix.evaluate.features import check_finite as check_finite  # those who
 from patchmix.evaluate.labelled import open_labelled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import Reader
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 
 TEMPERATURE = 0.07  # τ′
 HEADLINE_K = 20
@@ -31,7 +31,7 @@ TILE_ROWS = 2048  # queries of one matrix product on a CPU
 
 
 def evaluate_knn(
-    backbone: EncoderFile,
+    backbone: Backbone,
     data: str | Path,
     *,
     ks: Sequence[int] | None = None,

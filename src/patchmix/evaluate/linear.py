@@ -25,7 +25,7 @@ from patchmix.evaluate.labelled import Labelled, held_out, open_labelled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import Reader
 from patchmix.evaluate.supervised import Scores, fit, top_accuracies, usual_batch, work_folder
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 from patchmix.methods.method import Method
 from patchmix.schedules import Cosine
 from patchmix.train.loop import Plan
@@ -38,7 +38,7 @@ TESTED_EPOCHS = 50  # at most; small sets have hundreds of tiny epochs
 
 
 def evaluate_linear(
-    backbone: EncoderFile,
+    backbone: Backbone,
     data: str | Path,
     *,
     protocol: Literal["paper", "fast"] = "paper",

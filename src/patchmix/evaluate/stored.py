@@ -21,7 +21,7 @@ from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.evaluate.features import Features, Pool, check_finite, extract, labels_at, usual_resize
 from patchmix.files import replacing
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 
 KEPT_BYTES = 10 * 2**30  # of all features together; beyond that, those unused for longest go
 _VERSION = 1  # part of every key: raise it when the same arguments give other features
@@ -38,7 +38,7 @@ class Reader:
 
     def __init__(
         self,
-        backbone: EncoderFile,
+        backbone: Backbone,
         *,
         device: torch.device,
         pool: Pool = "token",
@@ -110,7 +110,7 @@ class Reader:
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:40]
 
 
-def encoder_name(backbone: EncoderFile) -> str:
+def encoder_name(backbone: Backbone) -> str:
     shape = backbone.architecture
     ours = "recipe" in backbone.origin  # a run keeps its base encoder
     which = backbone.origin.get("encoder") or ("base" if ours else None)

@@ -1,31 +1,103 @@
-"""One way to any encoder: a run, a file of ours, a checkpoint of another project, or a timm model by name."""
+"""A backbone: an encoder's weights with all that their users must know. N: images, S: the encoder's image size."""
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import timm
 import torch
-from huggingface_hub import try_to_load_from_cache
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from timm.layers.pos_embed import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
+from torch.nn import functional as F
 
-from patchmix.interop.encoder_file import Architecture, EncoderFile
-from patchmix.interop.images import Images, image_batches
-from patchmix.interop.importing import import_checkpoint
-from patchmix.interop.layouts import Which
-from patchmix.interop.reading import read_entries
+from patchmix.data.decode import DecodeError, decode
+from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
+from patchmix.device import resolve_device
+from patchmix.files import replacing
 from patchmix.nn.vit import create_encoder
+
+AnyImage = Image.Image | str | Path | npt.NDArray[np.uint8]
+Images = Tensor | npt.NDArray[np.uint8] | Sequence[AnyImage] | str | Path
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What `create_encoder` needs to rebuild an encoder; tensor shapes do not show `heads`."""
+
+    name: str
+    image_size: int
+    patch_size: int
+    in_chans: int
+    dim: int
+    depth: int
+    heads: int
+
+    @staticmethod
+    def of(name: str, encoder: VisionTransformer) -> Architecture:
+        blocks: Any = encoder.blocks
+        patch, image = encoder.patch_embed.patch_size, encoder.patch_embed.img_size
+        return Architecture(
+            name=name,
+            image_size=int(image[0]),
+            patch_size=int(patch[0]),
+            in_chans=int(encoder.patch_embed.proj.in_channels),
+            dim=int(encoder.embed_dim),
+            depth=len(blocks),
+            heads=int(blocks[0].attn.num_heads),
+        )
+
+    def create(self, *, drop_path: float = 0.0, any_image_size: bool = False) -> VisionTransformer:
+        return create_encoder(**dataclasses.asdict(self), drop_path=drop_path, any_image_size=any_image_size)
+
+    def check(self, weights: Mapping[str, Tensor], complaint: str) -> None:
+        """A ValueError that begins with `complaint` unless all names and shapes are those of this architecture."""
+        with torch.device("meta"):  # shapes only, no memory
+            wanted = {name: tuple(tensor.shape) for name, tensor in self.create().state_dict().items()}
+        given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        problems = [f"{name} is missing" for name in wanted if name not in given]
+        problems += [f"{name} is unknown" for name in given if name not in wanted]
+        problems += [
+            f"{name} is {_times(given[name])}, not {_times(wanted[name])}"
+            for name in wanted
+            if name in given and given[name] != wanted[name]
+        ]
+        if problems:
+            more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+            raise ValueError(f"{complaint}: {problems[0]}{more}")
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """An encoder that is ready to use. `name` is short, for tables."""
+    """An encoder that is ready to use. `origin` says where it comes from: recipe, step, data, format.
 
-    file: EncoderFile
-    name: str
+    `name` is short, for tables; `load_backbone` sets it, and files do not keep it.
+    """
+
+    architecture: Architecture
+    weights: dict[str, Tensor]
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    origin: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    def encoder(self, *, drop_path: float = 0.0, any_image_size: bool = False) -> VisionTransformer:
+        """The timm model with these weights, in evaluation mode."""
+        encoder = self.architecture.create(drop_path=drop_path, any_image_size=any_image_size)
+        encoder.load_state_dict(self.weights)
+        return encoder.eval()
 
     @torch.inference_mode()
     def embed(
@@ -39,167 +111,174 @@ class Backbone:
         """Features (N, dim), float32 on the CPU: the class token, or the mean over patch tokens.
 
         images: a float tensor (N, 3, H, W) in [0, 1], a uint8 array (N, H, W, 3), or a list of PIL images, files or
-        uint8 arrays (H, W, 3). They are resized and centre-cropped to the encoder's size, and normalised with its own
-        mean and std. `device` is auto (an accelerator if there is one), cpu, cuda, cuda:1, …
+        uint8 arrays (H, W, 3). They are resized, center-cropped to the encoder's size, and normalized with its own
+        mean and std. `device` is auto, cpu, cuda, cuda:1, …
         """
         if pool not in ("token", "mean"):
             raise ValueError(f"pool is {pool!r}; it must be token or mean")
-        place = _device(device)
-        encoder = self.file.encoder().to(place)
+        target = resolve_device(device)
+        encoder = self.encoder().to(target)
         if pool == "token" and encoder.num_prefix_tokens == 0:
-            raise ValueError(f"{self.name} has no class token; use pool='mean'")
-        mean = torch.tensor(self.file.mean, device=place).view(-1, 1, 1)
-        std = torch.tensor(self.file.std, device=place).view(-1, 1, 1)
+            raise ValueError(f"{self.name or self.architecture.name} has no class token; use pool='mean'")
+        mean, std = (torch.tensor(values, device=target).view(-1, 1, 1) for values in (self.mean, self.std))
         features = []
-        for batch in image_batches(images, size=self.file.architecture.image_size, batch_size=batch_size):
-            normal = (batch.to(place) - mean) / std
-            if self.file.architecture.in_chans == 1:
-                normal = normal.mean(dim=1, keepdim=True)  # as in training on grey images
+        for batch in _batches(images, size=self.architecture.image_size, batch_size=batch_size):
+            x = (batch.to(target) - mean) / std
+            if self.architecture.in_chans == 1:
+                x = x.mean(dim=1, keepdim=True)  # as in training on gray images
             if pool == "token":
-                vectors = encoder(normal)
+                vectors = encoder(x)
             else:
-                vectors = encoder.forward_features(normal)[:, encoder.num_prefix_tokens :].mean(dim=1)
+                vectors = encoder.forward_features(x)[:, encoder.num_prefix_tokens :].mean(dim=1)
             features.append(vectors.float().cpu())
         return torch.cat(features)
 
+    def resized(self, image_size: int) -> Backbone:
+        """The same encoder for another image size: the position embedding is interpolated."""
+        shape = self.architecture
+        if image_size < 1 or image_size % shape.patch_size:
+            raise ValueError(f"image size {image_size} is not a multiple of the patch size {shape.patch_size}")
+        side, patches = image_size // shape.patch_size, (shape.image_size // shape.patch_size) ** 2
+        extra = self.weights["pos_embed"].shape[1] - patches  # class token and registers have no place in the image
+        positions = resample_abs_pos_embed(self.weights["pos_embed"], [side, side], num_prefix_tokens=extra)
+        name = re.sub(rf"_{shape.image_size}$", f"_{image_size}", shape.name)
+        if not re.match("vit_(tiny|small|base)_patch", name) and not timm.is_model(name):
+            name = shape.name
+        resized = dataclasses.replace(shape, name=name, image_size=image_size)
+        return dataclasses.replace(self, architecture=resized, weights=self.weights | {"pos_embed": positions})
 
-def load_backbone(
-    what: str | Path,
-    *,
-    encoder: Which | None = None,
-    format: str | None = None,
-    heads: int | None = None,
-    image_size: int | None = None,
-) -> Backbone:
-    """The encoder that `what` names.
+    def digest(self) -> str:
+        """SHA-256 over names and values: equal weights have equal digests, wherever they are stored."""
+        return digest(self.weights)
 
-    what: a run's folder (its encoder.safetensors; while the run goes on, or for encoder="momentum", its newest
-        checkpoint), a folder or file made by import or export, a checkpoint of another project (imported on the fly,
-        see `import_checkpoint` for the other arguments), or `timm:NAME`. A timm name with a tag, such as
-        `timm:vit_small_patch16_224.dino`, means pretrained weights from the local cache: nothing is downloaded.
-        Without a tag the weights are random, the same ones each time, and `Backbone.name` says so.
-    """
-    if str(what).startswith("timm:"):
-        if encoder or format or heads or image_size:
-            raise ValueError(f"{what} takes no encoder, format, heads or image size; its name says all")
-        return _timm_model(str(what).removeprefix("timm:"))
-    path = Path(what)
-    if not path.exists():
-        known = timm.list_models("vit_*")
-        near = difflib.get_close_matches(str(what).split(".")[0], known, n=1, cutoff=0.8)
-        hint = f"; for the timm model write timm:{what if str(what) in known else near[0]}" if near else ""
-        raise ValueError(f"{what} does not exist; give a run's folder, a checkpoint file or timm:NAME{hint}")
-    name = path.name if path.name not in ("", ".", "..") else path.resolve().name
-    if path.is_dir():
-        path, unfinished = _file_in(path, encoder)
-    else:
-        unfinished = False
-        name = _name_of(path.absolute())
-    file = import_checkpoint(path, format=format, encoder=encoder, heads=heads, image_size=image_size).file
-    if encoder == "momentum":
-        name += " (momentum)"
-    if unfinished:
-        name += f" (unfinished, step {file.origin.get('step')})"
-    return Backbone(file, name)
+    def save(self, path: Path, *, overwrite: bool = True) -> None:
+        """Writes encoder.safetensors: a plain timm state dict, and in its metadata what `load_backbone` needs."""
+        header = {
+            "architecture": dataclasses.asdict(self.architecture),
+            "mean": self.mean,
+            "std": self.std,
+            "origin": self.origin,
+        }
+        save_weights(self.weights, path, {"patchmix": json.dumps(header)}, overwrite=overwrite)
 
-
-def _name_of(file: Path) -> str:
-    """A run's files are all called alike: the run says more."""
-    if file.name == "encoder.safetensors":
-        return file.parent.name
-    if file.parent.name == "checkpoints":
-        return f"{file.parent.parent.name}/{file.resolve().stem}"
-    return file.stem
+    @staticmethod
+    def from_file(path: Path, weights: dict[str, Tensor], header: str) -> Backbone:
+        """What `save` wrote to `path`, from its tensors and metadata."""
+        try:
+            entries = json.loads(header)
+            backbone = Backbone(
+                architecture=Architecture(**entries["architecture"]),
+                weights=weights,
+                mean=tuple(entries["mean"]),
+                std=tuple(entries["std"]),
+                origin=entries["origin"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} has damaged patchmix metadata ({error}); export it again from its run") from error
+        backbone.architecture.check(weights, f"{path} does not hold the encoder that its metadata describes")
+        return backbone
 
 
-def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:
-    """The file of a run or of an export that holds the encoder, and whether it is of an unfinished run."""
-    finished = folder / "encoder.safetensors"
-    checkpoints = sorted((folder / "checkpoints").glob("step-*.pt")) or [
-        path for path in [folder / "checkpoints" / "last"] if path.is_file()
-    ]
-    if encoder == "momentum" and checkpoints:  # encoder.safetensors holds the base encoder only
-        return checkpoints[-1], not finished.is_file()
-    if finished.is_file():
-        return finished, False
-    if checkpoints:
-        return checkpoints[-1], True
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return folder / name, False
-    if (folder / "config.yaml").is_file():
-        raise ValueError(
-            f"{folder} is a run without encoder or checkpoint yet; wait for its first checkpoint, or continue it with "
-            "`patchmix pretrain … --resume auto`"
-        )
-    raise ValueError(f"{folder} holds no encoder; expected a run (encoder.safetensors) or an exported model")
+def digest(weights: Mapping[str, Tensor]) -> str:
+    sha = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
-def _timm_model(name: str) -> Backbone:
-    architecture, _, tag = name.partition(".")
-    if not tag:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            random = create_encoder(name)
-        file = EncoderFile(
-            Architecture.of(name, random), random.state_dict(), origin={"format": "timm", "random": True}
-        )
-        return Backbone(file, f"{name} (random weights)")
+def save_weights(
+    weights: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str], *, overwrite: bool = True
+) -> None:
+    """Written to a temporary name, synced, renamed: a crash leaves the old safetensors file or the new one."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    with replacing(path, overwrite=overwrite, same=_same_content) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt", **metadata})
+
+
+def _same_content(a: Path, b: Path) -> bool:
+    """safetensors writes its metadata in any order, so equal files may differ in bytes."""
     try:
-        cfg = timm.get_pretrained_cfg(name)
-    except RuntimeError:
-        cfg = None
-    if cfg is None:
-        tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*")]
-        raise ValueError(f"timm has no {name}; it has {architecture} with {', '.join(tags) or 'no pretrained weights'}")
-    path = _cached(cfg)
-    if path is None:
-        raise ValueError(
-            f"the weights of {name} are not on this machine, and nothing is downloaded unasked; fetch them once with "
-            f"`python -c \"import timm; timm.create_model('{name}', pretrained=True)\"`"
-        )
-    model = create_encoder(architecture)
-    weights = _encoder_part(path, model.state_dict().keys())
-    file = EncoderFile(
-        Architecture.of(architecture, model),
-        weights,
-        mean=tuple(cfg.mean),
-        std=tuple(cfg.std),
-        origin={"format": "timm", "file": name},
-    )
-    if problems := file.architecture.mismatches(weights):
-        raise ValueError(f"{path} does not fit {name} as timm builds it: {problems[0]}")
-    return Backbone(file, name)
+        with safe_open(a, framework="pt") as left, safe_open(b, framework="pt") as right:
+            return (
+                left.metadata() == right.metadata()
+                and set(left.keys()) == set(right.keys())
+                and all(torch.equal(left.get_tensor(name), right.get_tensor(name)) for name in left.keys())  # noqa: SIM118
+            )
+    except (SafetensorError, OSError):  # what is there is no safetensors file
+        return False
 
 
-def _cached(cfg: Any) -> Path | None:
-    """timm's own copy of pretrained weights, from the Hugging Face cache or torch's; None when there is none."""
-    if cfg.hf_hub_id:
-        repository, _, revision = cfg.hf_hub_id.partition("@")
-        for filename in (cfg.hf_hub_filename, "model.safetensors", "pytorch_model.bin"):
-            if filename:
-                found = try_to_load_from_cache(repository, filename, revision=revision or None)
-                if isinstance(found, str):
-                    return Path(found)
-    if cfg.url:
-        path = Path(torch.hub.get_dir()) / "checkpoints" / str(cfg.url).rsplit("/", 1)[-1]
-        return path if path.is_file() else None
-    return None
+def _times(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "a number"
 
 
-def _encoder_part(path: Path, wanted: Any) -> dict[str, Tensor]:
-    entries, _ = read_entries(path)
-    state = entries.get("model", entries.get("state_dict", entries))
-    return {name: tensor.float() for name, tensor in state.items() if name in wanted or not name.startswith("head")}
+# ---------------------------------------------------------------------------------------------- images to be embedded
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
+def _batches(images: Images, *, size: int, batch_size: int) -> Iterator[Tensor]:
+    """Batches (n, 3, S, S) of float32 in [0, 1], in order."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    if isinstance(images, str | Path):
+        images = [images]
+    if len(images) == 0:
+        raise ValueError("there are no images to embed; give at least one")
+    for start in range(0, len(images), batch_size):
+        part: Any = images[start : start + batch_size]
+        if isinstance(part, Tensor | np.ndarray):
+            yield _fit(_planes(part), size)
+        else:
+            yield torch.cat([_fit(_planes(_pixels(one)[None]), size) for one in part])
+
+
+def _planes(images: Tensor | npt.NDArray[Any]) -> Tensor:
+    """uint8 (n, 3, H, W), or float32 (n, 3, H, W) in [0, 1]."""
+    tensor = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))  # a copy: may be read-only
+    shape = tuple(tensor.shape)
+    if tensor.dtype == torch.uint8:
+        if tensor.ndim != 4 or shape[3] != 3:
+            raise ValueError(f"uint8 images have shape {shape}; expected (N, H, W, 3)")
+        return tensor.permute(0, 3, 1, 2)
+    if not tensor.is_floating_point():
+        raise ValueError(f"images are {str(tensor.dtype)[6:]}; expected floats in [0, 1] or uint8")
+    if tensor.ndim != 4 or shape[1] != 3:
+        raise ValueError(f"float images have shape {shape}; expected (N, 3, H, W)")
+    low, high = tensor.min().item(), tensor.max().item()
+    if not (low >= 0 and high <= 1):  # so that NaN fails too
+        raise ValueError(f"float images span {low:.3g} to {high:.3g}; expected [0, 1], before any normalization")
+    return tensor.detach().float()
+
+
+def _pixels(image: AnyImage) -> npt.NDArray[np.uint8]:
+    """uint8 (H, W, 3), upright."""
+    if isinstance(image, np.ndarray):
+        return image
+    if isinstance(image, Image.Image):
+        return np.asarray(image.convert("RGB"))
+    if not isinstance(image, str | Path):
+        raise ValueError(f"an image is a {type(image).__name__}; expected a PIL image, a file or a uint8 array")
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} can't be used here; use auto or cpu") from error
-    return device
+        return decode(Path(image).read_bytes(), str(image))
+    except FileNotFoundError:
+        raise ValueError(f"{image} does not exist; give the path of an image") from None
+    except (DecodeError, OSError) as error:
+        reason = error.reason if isinstance(error, DecodeError) else error.strerror
+        raise ValueError(f"{image} can't be decoded as an image: {reason}") from error
+
+
+def _fit(images: Tensor, size: int) -> Tensor:
+    """(n, 3, H, W) → (n, 3, S, S), float32 in [0, 1]: shorter side → S, bicubic with antialiasing, central crop."""
+    height, width = images.shape[2:]
+    shorter = min(height, width)
+    if shorter == 0:
+        raise ValueError(f"images are {height} × {width} px; they must have at least one pixel")
+    if shorter != size:
+        new = (int(size * height / shorter), int(size * width / shorter))
+        images = F.interpolate(images, size=new, mode="bicubic", antialias=True)
+    top, left = round((images.shape[2] - size) / 2.0), round((images.shape[3] - size) / 2.0)
+    images = images[:, :, top : top + size, left : left + size]
+    if images.dtype == torch.uint8:
+        return images.float() / 255
+    return images.clamp(0, 1)  # cubic interpolation overshoots at edges

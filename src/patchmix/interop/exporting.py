@@ -1,4 +1,4 @@
-"""EncoderFile → files for timm, torchvision, the Hugging Face Hub and ONNX. Each says how it is opened again."""
+"""Backbone → files for timm, torchvision, the Hugging Face Hub and ONNX. Each says how it is opened again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from patchmix.files import replacing
-from patchmix.interop.backbone import Backbone
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.layouts import ENCODER_TENSOR
 from patchmix.interop.onnx_file import write_onnx
 from patchmix.interop.torchvision_names import to_torchvision
@@ -45,7 +44,7 @@ def export(backbone: Backbone, out: Path, format: str, *, overwrite: bool = Fals
     unless `overwrite`.
     """
     out = Path(out)
-    file = backbone.file
+    file = backbone
     if format == "timm":
         file.save(out, overwrite=overwrite)
         return Exported([out], _timm_usage(file.architecture, out))
@@ -92,7 +91,7 @@ def _timm_usage(architecture: Architecture, out: Path) -> str:
     )
 
 
-def _huggingface(file: EncoderFile, out: Path, *, overwrite: bool) -> Exported:
+def _huggingface(file: Backbone, out: Path, *, overwrite: bool) -> Exported:
     """The layout of timm's own Hub folders, which `local-dir:` and `hf-hub:` read."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; a Hugging Face export is a folder, so give another name")
@@ -134,7 +133,7 @@ def _huggingface(file: EncoderFile, out: Path, *, overwrite: bool) -> Exported:
 # ------------------------------------------------------------------------------------------------------- torchvision
 
 
-def torchvision_state(file: EncoderFile) -> dict[str, Tensor]:
+def torchvision_state(file: Backbone) -> dict[str, Tensor]:
     """The weights under the names of `torchvision.models.VisionTransformer`."""
     if file.architecture.in_chans != 3:
         raise ValueError(
@@ -146,7 +145,7 @@ def torchvision_state(file: EncoderFile) -> dict[str, Tensor]:
     return {to_torchvision(name): tensor.detach().clone() for name, tensor in file.weights.items()}
 
 
-def _torchvision_usage(file: EncoderFile, out: Path) -> str:
+def _torchvision_usage(file: Backbone, out: Path) -> str:
     shape = file.architecture
     return (
         "import torch, torchvision\n"
@@ -171,7 +170,7 @@ def _save_state(state: dict[str, Tensor], out: Path, *, overwrite: bool) -> None
         save_file({name: t.cpu().contiguous() for name, t in state.items()}, temporary, metadata={"format": "pt"})
 
 
-def _onnx_usage(file: EncoderFile, out: Path) -> str:
+def _onnx_usage(file: Backbone, out: Path) -> str:
     values: dict[str, Any] = {"mean": list(file.mean), "std": list(file.std)}
     return (
         "import onnxruntime\n\n"

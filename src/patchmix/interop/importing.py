@@ -1,58 +1,53 @@
-"""Checkpoints of other projects → EncoderFile. No name is skipped silently: it is taken, or dropped and listed."""
+"""Checkpoints of other projects → Backbone. No name is skipped silently: it is taken, or dropped and listed."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+import pickle
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
-from timm.layers.pos_embed import resample_abs_pos_embed
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from patchmix.interop.encoder_file import IMAGENET_MEAN, IMAGENET_STD, Architecture, EncoderFile
+from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
+from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.layouts import ENCODER_TENSOR, LAYOUTS, Layout, Which, detect, tensors_of
-from patchmix.interop.reading import read_entries
-from patchmix.interop.run_checkpoint import is_run_checkpoint, split_run_checkpoint
-
-FORMATS = (*LAYOUTS, "patchmix")
 
 _SIZES = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large", (1280, 32): "huge"}
 
 
 @dataclass(frozen=True)
 class Imported:
-    """An encoder from elsewhere, and the account of what became of each name in its checkpoint.
+    """A backbone from elsewhere, and what became of each name in its checkpoint.
 
-    `dropped_because` groups the dropped names by the reason; `notes` says what had to be assumed or converted.
+    `dropped` groups the dropped names by reason; `notes` lists what had to be assumed or converted.
     """
 
-    file: EncoderFile
+    backbone: Backbone
     format: str
     taken: list[str]
-    dropped_because: dict[str, list[str]] = field(default_factory=dict)
+    dropped: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def dropped(self) -> list[str]:
-        return [name for names in self.dropped_because.values() for name in names]
-
     def summary(self) -> list[str]:
-        """Lines to print: what came in, what stayed out and why, what was assumed."""
-        shape = self.file.architecture
+        """Lines to print: what was taken, what was dropped and why, what was assumed."""
+        shape = self.backbone.architecture
         lines = [
             f"format   {self.format}",
             f"encoder  {shape.name}: dim {shape.dim}, depth {shape.depth}, heads {shape.heads}, "
             f"patch {shape.patch_size}, {shape.image_size} px",
             f"taken    {len(self.taken)} tensors",
         ]
-        for reason, names in self.dropped_because.items():
-            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-            lines.append(f"dropped  {len(names)}: {reason} ({shown})")
+        lines += [f"dropped  {len(names)}: {reason} ({_first(names)})" for reason, names in self.dropped.items()]
         return lines + [f"note     {note}" for note in self.notes]
 
 
@@ -63,66 +58,66 @@ def import_checkpoint(
     encoder: Which | None = None,
     heads: int | None = None,
     image_size: int | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
 ) -> Imported:
-    """Reads the encoder out of a checkpoint of another project, or out of one of our own.
+    """Reads the encoder out of a checkpoint of another project.
 
-    format: one of `FORMATS` (patchmix-authors, mocov3, dino, ibot, mae, timm, torchvision, patchmix); None detects it.
+    format: one of `LAYOUTS` (patchmix-authors, mocov3, dino, ibot, mae, timm, torchvision); None detects it.
     encoder: "base" (the student) or "momentum" (the teacher, the moving average). None takes what the project itself
         evaluates: momentum for dino and ibot, base for the others.
     heads: attention heads. Shapes don't show them; None takes what the project uses for this dim, if that is known.
     image_size: pixels per side. None infers it from the position embedding; another size interpolates it.
-    mean, std: the normalisation of the input; None takes the file's own if it says, else ImageNet's.
     A mistake, an unreadable file, NaN weights or a name that is neither encoder nor a known extra: ValueError.
     """
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"format {format!r} is unknown; it must be one of {', '.join(FORMATS)}")
+    entries, metadata = read_entries(Path(path))
+    if format is None and is_own(entries, metadata):
+        raise ValueError(f"{path} was written by patchmix and needs no import: every command takes it as it is")
+    return import_entries(Path(path), entries, format=format, encoder=encoder, heads=heads, image_size=image_size)
+
+
+def import_entries(
+    path: Path,
+    entries: Mapping[str, Any],
+    *,
+    format: str | None,
+    encoder: Which | None,
+    heads: int | None,
+    image_size: int | None,
+) -> Imported:
+    """`import_checkpoint` of a file that is read already."""
+    if format is not None and format not in LAYOUTS:
+        raise ValueError(f"format {format!r} is unknown; it must be one of {', '.join(LAYOUTS)}")
     if encoder not in (None, "base", "momentum"):
         raise ValueError(f"encoder {encoder!r} is unknown; it must be base or momentum")
-    path = Path(path)
-    entries, metadata = read_entries(path)
-    if format in (None, "patchmix"):
-        if "patchmix" in metadata:
-            return _own_file(path, encoder=encoder, heads=heads, image_size=image_size, mean=mean, std=std)
-        if is_run_checkpoint(entries):
-            file, taken, dropped = split_run_checkpoint(path, entries, encoder)
-            _check_finite(path, file.weights)
-            imported = Imported(file, "patchmix", taken, dropped)
-            return _adjusted(path, imported, heads=heads, image_size=image_size, mean=mean, std=std)
-        if format == "patchmix":
-            raise ValueError(f"{path} is no file of ours: neither encoder.safetensors nor a run's checkpoint")
-
     tensors, others = tensors_of(entries)
     try:
         format = format or detect(tensors, entries)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    layout = LAYOUTS[format]
+    layout, notes = LAYOUTS[format], list[str]()
     which, parts = _choose(path, format, layout, tensors, encoder)
     weights, taken, dropped = _sort_out(path, format, layout, tensors, which, parts)
     if others:
         dropped["not weights"] = others
-    notes: list[str] = []
     weights = _checked(path, weights, notes)
     config = _timm_config(path) if format == "timm" else {}
     architecture = _architecture(path, format, layout, weights, heads, config, notes)
-    if problems := architecture.mismatches(weights):
-        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise ValueError(f"{path} is no plain ViT of dim {architecture.dim}: {problems[0]}{more}")
-    if format == "timm" and not config and mean is None:
-        notes.append("the file does not say how its input is normalised; ImageNet's mean and std are assumed")
+    architecture.check(weights, f"{path} is no plain ViT of dim {architecture.dim}")
+    if format == "timm" and not config:
+        notes.append("the file does not say how its input is normalized; ImageNet's mean and std are assumed")
     origin = {"format": format, "file": path.name, "encoder": which}
     origin |= {key: entries[key] for key in ("arch", "epoch") if isinstance(entries.get(key), str | int)}
-    file = EncoderFile(
-        architecture,
-        weights,
-        mean=tuple(config.get("mean") or IMAGENET_MEAN),
-        std=tuple(config.get("std") or IMAGENET_STD),
-        origin=origin,
-    )
-    imported = Imported(file, format, taken, dropped, notes)
-    return _adjusted(path, imported, heads=None, image_size=image_size, mean=mean, std=std)
+    mean, std = tuple(config.get("mean") or IMAGENET_MEAN), tuple(config.get("std") or IMAGENET_STD)
+    backbone = Backbone(architecture, weights, mean=mean, std=std, origin=origin)
+    if image_size not in (None, architecture.image_size):
+        backbone = backbone.resized(image_size)
+        notes.append(f"pos_embed was interpolated from {architecture.image_size} to {image_size} px")
+    return Imported(backbone, format, taken, dropped, notes)
+
+
+def is_own(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bool:
+    """Whether patchmix wrote this file: encoder.safetensors, or a run's checkpoint."""
+    is_run = isinstance(entries.get("method"), Mapping) and isinstance(entries.get("config"), Mapping)
+    return "patchmix" in metadata or is_run
 
 
 # ------------------------------------------------------------------------------------------- which names, and whose
@@ -131,7 +126,7 @@ def import_checkpoint(
 def _choose(
     path: Path, format: str, layout: Layout, tensors: Mapping[str, Any], encoder: Which | None
 ) -> tuple[str, dict[str, tuple[str | None, str]]]:
-    """The encoder to take, and for each name whose it is and what it is called there."""
+    """The encoder to take, and for each name which encoder it belongs to and its timm name there."""
     parts: dict[str, tuple[str | None, str]] = {name: layout.split(name) for name in tensors}
     present = {whose for whose, name in parts.values() if whose and ENCODER_TENSOR.fullmatch(name)}
     if not present:
@@ -177,7 +172,7 @@ def _sort_out(
             unknown.append(name)
     if any(name.endswith("fc_norm.weight") for name in unknown):
         raise ValueError(
-            f"{path} was fine-tuned with mean pooling: fc_norm stands for norm, so it has no normalised tokens; "
+            f"{path} was fine-tuned with mean pooling: it has fc_norm instead of norm, so no normalized tokens; "
             "import the pre-training checkpoint instead"
         )
     if any("patch_embed.proj." in name for name in unknown):
@@ -185,12 +180,15 @@ def _sort_out(
             f"{path} has a convolutional stem (patch_embed.proj.0, …); encoders here embed patches directly"
         )
     if unknown:
-        shown = ", ".join(unknown[:3]) + (", …" if len(unknown) > 3 else "")
         raise ValueError(
-            f"{path}: {len(unknown)} names are neither of a plain ViT nor known extras of format {format}: {shown}; "
-            "it is another architecture, or another format"
+            f"{path}: {len(unknown)} names are neither of a plain ViT nor known extras of format {format}: "
+            f"{_first(unknown)}; it is another architecture, or another format"
         )
     return weights, taken, dropped
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 # ------------------------------------------------------------------------------------------------- values and shapes
@@ -203,10 +201,10 @@ def _checked(path: Path, weights: dict[str, Tensor], notes: list[str]) -> dict[s
             raise ValueError(f"{path} has no {name}; an encoder needs patches, their positions and a class token")
     if kinds := sorted({str(t.dtype)[6:] for t in weights.values() if t.dtype != torch.float32}):
         if any(not tensor.is_floating_point() for tensor in weights.values()):
-            raise ValueError(f"{path} holds {', '.join(kinds)} weights; expected floating-point ones (not quantised)")
+            raise ValueError(f"{path} holds {', '.join(kinds)} weights; expected floating-point ones (not quantized)")
         notes.append(f"{', '.join(kinds)} weights were converted to float32")
     weights = {name: tensor.detach().float().contiguous() for name, tensor in weights.items()}
-    _check_finite(path, weights)
+    check_finite(path, weights)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3]:
         raise ValueError(f"{path}: patch_embed.proj.weight is {tuple(kernel.shape)}; expected (dim, channels, P, P)")
@@ -221,7 +219,7 @@ def _checked(path: Path, weights: dict[str, Tensor], notes: list[str]) -> dict[s
     return weights
 
 
-def _check_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
+def check_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
     broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
@@ -253,95 +251,108 @@ def _architecture(
             notes.append(f"{heads} heads, as {format} uses for dim {dim}; shapes do not show them")
     elif usual not in (None, heads):
         notes.append(f"{heads} heads as given; {format} itself uses {usual} for dim {dim}")
-    _check_heads(path, dim, heads)
-    pixels = patch * math.isqrt(weights["pos_embed"].shape[1] - 1)
-    return Architecture(
-        name=_timm_name(dim, depth, patch, pixels),
-        image_size=pixels,
-        patch_size=patch,
-        in_chans=in_chans,
-        dim=dim,
-        depth=depth,
-        heads=heads,
-    )
-
-
-def _check_heads(path: Path, dim: int, heads: int) -> None:
     if heads < 1 or dim % heads:
         raise ValueError(f"{path}: heads is {heads}; it must divide the encoder's dim {dim}")
+    pixels = patch * math.isqrt(weights["pos_embed"].shape[1] - 1)
+    return Architecture(_timm_name(dim, depth, patch, pixels), pixels, patch, in_chans, dim, depth, heads)
 
 
 def _timm_name(dim: int, depth: int, patch: int, pixels: int) -> str:
-    """The usual name of this size, or of the nearest one; the architecture's numbers have the last word."""
+    """The usual name of this size, or of the nearest one; the architecture's numbers decide."""
     size = _SIZES.get((dim, depth)) or _SIZES[min(_SIZES, key=lambda known: abs(known[0] - dim))]
-    if size in ("tiny", "small", "base"):
-        return f"vit_{size}_patch{patch}_{pixels}"
     name = f"vit_{size}_patch{patch}_{pixels}"
     fallback = {"large": "vit_large_patch16_224", "huge": "vit_huge_patch14_224"}
-    return name if timm.is_model(name) else fallback[size]
+    return name if size not in fallback or timm.is_model(name) else fallback[size]
 
 
 def _timm_config(path: Path) -> dict[str, Any]:
     """Heads, mean and std from the config.json that timm's Hugging Face folders have beside the weights."""
-    config = path.parent / "config.json"
     try:
-        said = json.loads(config.read_text())
-        name, arguments = said["architecture"], said.get("model_args", {})
+        config = json.loads((path.parent / "config.json").read_text())
+        name, arguments = config["architecture"], config.get("model_args", {})
         if not timm.is_model(name):
             return {}
         with torch.device("meta"):
             shell: Any = timm.create_model(name, num_classes=0, **arguments)
-        cfg = said.get("pretrained_cfg", said)
+        cfg = config.get("pretrained_cfg", config)
         return {"heads": shell.blocks[0].attn.num_heads, "mean": cfg.get("mean"), "std": cfg.get("std")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # another tool's config.json
 
 
-# ------------------------------------------------------------------------------------------------ what the user asks
+# ----------------------------------------------------------------- files, read without running any code in them
+
+# Plain data that the training scripts of DINO, iBOT and MAE put beside the weights: their arguments, and learning
+# rates that are NumPy numbers (stored under the old and the new name of NumPy's core).
+_scalar = np.float64(0).__reduce__()[0]
+_HARMLESS: list[Any] = [
+    argparse.Namespace,
+    np.dtype,
+    type(np.dtype(np.float64)),
+    type(np.dtype(np.float32)),
+    type(np.dtype(np.int64)),
+    (_scalar, "numpy.core.multiarray.scalar"),
+    (_scalar, "numpy._core.multiarray.scalar"),
+]
 
 
-def _own_file(path: Path, *, encoder: Which | None, **asked: Any) -> Imported:
-    file = EncoderFile.load(path)
-    kept = file.origin.get("encoder", "base")
-    if encoder not in (None, kept):
-        raise ValueError(f"{path} holds the {kept} encoder alone; for the {encoder} one, give the original checkpoint")
-    _check_finite(path, file.weights)
-    return _adjusted(path, Imported(file, "patchmix", list(file.weights)), **asked)
+def read_entries(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The top level of a .safetensors, .pth, .pt, .bin or .tar checkpoint, and its safetensors metadata.
+
+    The first bytes tell the kind of file, not its name. A file that is none of these, is cut off, or needs
+    code to be unpickled gives a ValueError of one line.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the checkpoint file in it")
+    try:
+        with path.open("rb") as file:
+            start = file.read(512)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; give the path of a checkpoint file") from None
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from error
+    if not start:
+        raise ValueError(f"{path} is empty (0 bytes); download or copy it again")
+    if start.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+    if start[8:9] == b"{":
+        return _read_safetensors(path)
+    if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
+        return _read_torch(path), {}
+    is_text = start[:256].isascii() and (start[:256].decode("ascii").isprintable() or b"\n" in start)
+    seen = "text" if is_text else f"bytes {start[:4].hex(' ')}"
+    raise ValueError(f"{path} is no checkpoint: it begins with {seen}; expected a safetensors or a torch file")
 
 
-def _adjusted(
-    path: Path,
-    imported: Imported,
-    *,
-    heads: int | None,
-    image_size: int | None,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-) -> Imported:
-    """`imported` with the image size and normalisation that were asked for."""
-    file, notes = imported.file, list(imported.notes)
-    shape, weights = file.architecture, dict(file.weights)
-    if heads is not None and heads != shape.heads:
-        raise ValueError(f"{path} says itself that it has {shape.heads} heads; leave heads={heads} out")
-    if image_size is not None and image_size != shape.image_size:
-        if image_size < 1 or image_size % shape.patch_size:
-            raise ValueError(f"{path}: image size {image_size} is not a multiple of its patch size {shape.patch_size}")
-        side, patches = image_size // shape.patch_size, (shape.image_size // shape.patch_size) ** 2
-        extra = weights["pos_embed"].shape[1] - patches  # class token and registers have no place in the image
-        weights["pos_embed"] = resample_abs_pos_embed(weights["pos_embed"], [side, side], num_prefix_tokens=extra)
-        notes.append(f"pos_embed was interpolated from {shape.image_size} to {image_size} px")
-        values = vars(shape) | {"image_size": image_size}
-        if shape.name == _timm_name(shape.dim, shape.depth, shape.patch_size, shape.image_size):
-            values["name"] = _timm_name(shape.dim, shape.depth, shape.patch_size, image_size)
-        shape = Architecture(**values)
-    for name, given in (("mean", mean), ("std", std)):
-        if given is not None and len(given) != 3:
-            raise ValueError(f"{name} has {len(given)} values; give three, for red, green and blue")
-    file = EncoderFile(
-        shape,
-        weights,
-        mean=file.mean if mean is None else tuple(mean),
-        std=file.std if std is None else tuple(std),
-        origin=file.origin,
-    )
-    return Imported(file, imported.format, imported.taken, imported.dropped_because, notes)
+def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} can't be read as safetensors ({_one_line(error)}); is it complete?") from error
+
+
+def _read_torch(path: Path) -> dict[str, Any]:
+    try:
+        with torch.serialization.safe_globals(_HARMLESS):
+            entries = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if code := re.search(r"GLOBAL (\S+)", str(error)):
+            raise ValueError(
+                f"{path} needs code to be unpickled ({code[1]}), which could do anything to this machine; where you "
+                "trust it, store its tensors alone: torch.save(torch.load(OLD, weights_only=False)['state_dict'], NEW)"
+            ) from error
+        raise ValueError(f"{path} can't be unpickled; is it complete, and a torch file?") from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{path} can't be read as a torch file ({_one_line(error)}); is it complete?") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} holds a {type(entries).__name__}; expected a dictionary of tensors")
+    if not entries:
+        raise ValueError(f"{path} holds an empty dictionary; expected the tensors of a ViT")
+    return {str(name): value for name, value in entries.items()}
+
+
+def _one_line(error: Exception) -> str:
+    """The first sentence: torch's messages go on with stack traces and advice."""
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return text[0].split(". ")[0][:160]

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 
 TOLERANCE = 1e-4
 
 
-def write_onnx(file: EncoderFile, path: Path) -> None:
+def write_onnx(file: Backbone, path: Path) -> None:
     """One file: `images` (N, C, S, S), normalised → `features` (N, dim); N is free. Agrees with torch to 1e-4."""
     absent = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
     if absent:

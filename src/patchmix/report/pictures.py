@@ -164,7 +164,7 @@ def show_attention(
     chosen = spread(len(source), images) if positions is None else list(positions)
     check_positions(chosen, source, "image")
     maps = [attention_of(backbone, source, chosen, block=block, size=size, device=device) for backbone in backbones]
-    drawn = size or max(backbone.file.architecture.image_size for backbone in backbones)
+    drawn = size or max(backbone.architecture.image_size for backbone in backbones)
     shown = torch.stack([torch.from_numpy(image) for image in crops(source, chosen, drawn).values()])
     where = "the last block" if block == -1 else f"block {block}"
     named = list(zip([backbone.name for backbone in backbones], maps, strict=True))
@@ -181,15 +181,15 @@ def attention_of(
     device: str = "cpu",
 ) -> Tensor:
     """Maps (N, H, R, C) of some images of a source, at `size` px or the encoder's own size."""
-    shape = backbone.file.architecture
+    shape = backbone.architecture
     side = shape.image_size if size is None else size
     if side % shape.patch_size or side < shape.patch_size:
         raise ValueError(
             f"size is {side}; for {backbone.name} it must be a multiple of its patch size {shape.patch_size}"
         )
-    encoder = backbone.file.encoder(any_image_size=side != shape.image_size).to(device)
+    encoder = backbone.encoder(any_image_size=side != shape.image_size).to(device)
     batch = torch.stack([torch.from_numpy(image) for image in crops(source, positions, side).values()])
-    normal = as_channels(to_float(batch, backbone.file.mean, backbone.file.std), shape.in_chans)
+    normal = as_channels(to_float(batch, backbone.mean, backbone.std), shape.in_chans)
     return attention_maps(encoder, normal.to(device), block=block).cpu()
 
 

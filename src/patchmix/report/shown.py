@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from patchmix.data.views import CentreCrop
 from patchmix.device import resolve_device
 from patchmix.evaluate.features import Features, Subset, usual_resize
 from patchmix.evaluate.stored import Reader
-from patchmix.interop.backbone import Backbone, load_backbone
+from patchmix.interop.backbone import Backbone
+from patchmix.interop.loading import load_backbone
 
 
 class Pictures:
@@ -106,8 +108,8 @@ def view(
     target = resolve_device(device)
     found: list[Features] = []
     for backbone in backbones:
-        pool = "mean" if backbone.file.encoder().cls_token is None else "token"
-        reader = Reader(backbone.file, device=target, pool=pool, workers=workers, cache=cache)  # type: ignore[arg-type]
+        pool = "mean" if backbone.encoder().cls_token is None else "token"
+        reader = Reader(backbone, device=target, pool=pool, workers=workers, cache=cache)  # type: ignore[arg-type]
         found.append(reader.read(source))
     indices = found[0].indices
     return Viewed(source, indices.tolist(), found[0].labels, [features.vectors for features in found])
@@ -119,7 +121,7 @@ def load_all(runs: Sequence[str | Path]) -> list[Backbone]:
         raise ValueError("there is no run to show; give at least one run's folder")
     backbones = [load_backbone(run) for run in runs]
     names = unique_names([backbone.name for backbone in backbones])
-    return [Backbone(backbone.file, name) for backbone, name in zip(backbones, names, strict=True)]
+    return [dataclasses.replace(backbone, name=name) for backbone, name in zip(backbones, names, strict=True)]
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pycocotools import mask as rle
 
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.nn.vit import create_encoder
 
 Change = Callable[[dict[str, Any]], None]
@@ -80,11 +80,11 @@ def coco(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def encoder_file() -> EncoderFile:
+def encoder_file() -> Backbone:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         encoder = create_encoder("vit_tiny_patch16_32", dim=24, depth=4, heads=3)
-    return EncoderFile(Architecture.of("vit_tiny_patch16_32", encoder), encoder.state_dict())
+    return Backbone(Architecture.of("vit_tiny_patch16_32", encoder), encoder.state_dict())
 
 
 @pytest.fixture(scope="session")

@@ -18,13 +18,13 @@ from patchmix.evaluate.detection.files import DetectorFile, load_detector
 from patchmix.evaluate.detection.model import Detector, RegionPooling, build_detector, without_class_layers
 from patchmix.evaluate.detection.settings import DetectSettings, Shape
 from patchmix.evaluate.detection.training import DetectMethod, WarmupSteps, layer_groups
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.train.optimizer import set_hyperparameters
 
 SMALL = Shape(image_size=64, window=2, global_blocks=2, channels=16, head_dim=16, smallest_anchor=8)
 
 
-def small_detector(file: EncoderFile, classes: int = 3, **options: Any) -> Detector:
+def small_detector(file: Backbone, classes: int = 3, **options: Any) -> Detector:
     weights = options.pop("encoder_weights", file.weights)
     return build_detector(file.architecture, classes, SMALL, encoder_weights=weights, rois_per_image=16, **options)
 
@@ -41,7 +41,7 @@ def no_object(side: int = 64) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("targets", [[one_object(), no_object()], [no_object(), no_object()]], ids=["some", "none"])
-def test_every_parameter_has_a_gradient(encoder_file: EncoderFile, targets: list[dict[str, Tensor]]) -> None:
+def test_every_parameter_has_a_gradient(encoder_file: Backbone, targets: list[dict[str, Tensor]]) -> None:
     """Also where a batch has no object at all: with many processes a missing gradient would make all of them wait."""
     method = DetectMethod(small_detector(encoder_file).train())
     out = method((torch.randn(2, 3, 64, 64), [(64, 48), (40, 64)], targets))
@@ -54,7 +54,7 @@ def test_every_parameter_has_a_gradient(encoder_file: EncoderFile, targets: list
     assert all(torch.isfinite(p.grad).all() for p in method.parameters() if p.grad is not None)
 
 
-def test_bf16_gives_nearly_the_same_losses(encoder_file: EncoderFile) -> None:
+def test_bf16_gives_nearly_the_same_losses(encoder_file: Backbone) -> None:
     method = DetectMethod(small_detector(encoder_file).train())
     batch = (torch.randn(1, 3, 64, 64), [(64, 64)], [one_object()])
     losses = []
@@ -66,7 +66,7 @@ def test_bf16_gives_nearly_the_same_losses(encoder_file: EncoderFile) -> None:
     assert losses[1] != losses[0]
 
 
-def test_detections_stay_inside_what_is_seen(encoder_file: EncoderFile) -> None:
+def test_detections_stay_inside_what_is_seen(encoder_file: Backbone) -> None:
     detector = small_detector(encoder_file).eval()
     detector.roi_heads.score_thresh = 0.0
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_detections_stay_inside_what_is_seen(encoder_file: EncoderFile) -> None:
     assert found[0]["masks"].shape[1:] == (1, 28, 28)
 
 
-def test_a_small_image_on_the_canvas_does_not_change_later_ones(encoder_file: EncoderFile) -> None:
+def test_a_small_image_on_the_canvas_does_not_change_later_ones(encoder_file: Backbone) -> None:
     """torchvision's pooling guesses strides from the first images it sees; jitter makes those as small as a tenth."""
     images, later = torch.randn(1, 3, 64, 64), [(64, 64)]
     found = []
@@ -92,7 +92,7 @@ def test_a_small_image_on_the_canvas_does_not_change_later_ones(encoder_file: En
         assert torch.equal(found[0][name], found[1][name])
 
 
-def _with_scores(file: EncoderFile) -> dict[str, Tensor]:
+def _with_scores(file: Backbone) -> dict[str, Tensor]:
     torch.manual_seed(1)
     detector = small_detector(file)
     torch.nn.init.normal_(detector.roi_heads.box_predictor.cls_score.weight)
@@ -121,7 +121,7 @@ def test_regions_are_pooled_where_they_are() -> None:
     assert RegionPooling(7, middle=224.0)(levels, [every[:0]], [(10, 10)]).shape == (0, 3, 7, 7)
 
 
-def test_the_encoders_weights_arrive(encoder_file: EncoderFile) -> None:
+def test_the_encoders_weights_arrive(encoder_file: Backbone) -> None:
     detector = small_detector(encoder_file)
     inside = detector.backbone.tokens.encoder.state_dict()
     assert set(encoder_file.weights) - set(inside) == {"norm.weight", "norm.bias"}
@@ -135,7 +135,7 @@ def test_one_channel_encoders_work() -> None:
         detector(torch.randn(1, 3, 64, 64), [(64, 64)])
 
 
-def test_patches_are_resampled(encoder_file: EncoderFile) -> None:
+def test_patches_are_resampled(encoder_file: Backbone) -> None:
     """A patch of twice the side, each pixel four times, gets the token of the small patch."""
     shape = dataclasses.replace(SMALL, patch_size=32)
     larger = build_detector(encoder_file.architecture, 2, shape, encoder_weights=encoder_file.weights)
@@ -162,7 +162,7 @@ def test_parameters_of_the_real_detector() -> None:
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def test_layers_decay_towards_the_input(encoder_file: EncoderFile) -> None:
+def test_layers_decay_towards_the_input(encoder_file: Backbone) -> None:
     detector = small_detector(encoder_file)
     groups = layer_groups(detector, 0.5)
     optimizer = torch.optim.AdamW(groups, lr=0.0)
@@ -219,14 +219,14 @@ def test_the_page_tells_every_setting_and_its_default() -> None:
 # ----------------------------------------------------------------------------------------------------------- the file
 
 
-def detector_file(file: EncoderFile) -> DetectorFile:
+def detector_file(file: Backbone) -> DetectorFile:
     classes = (Category(3, "disc"), Category(7, "rectangle"), Category(90, "Ω"))
     return DetectorFile(
         file.architecture, SMALL, classes, small_detector(file).state_dict(), (0.1, 0.2, 0.3), file.std, {"a": 1}
     )
 
 
-def test_a_file_comes_back_as_it_was(encoder_file: EncoderFile, tmp_path: Path) -> None:
+def test_a_file_comes_back_as_it_was(encoder_file: Backbone, tmp_path: Path) -> None:
     file = detector_file(encoder_file)
     file.save(tmp_path / "d.safetensors")
     back = load_detector(tmp_path / "d.safetensors")
@@ -237,7 +237,7 @@ def test_a_file_comes_back_as_it_was(encoder_file: EncoderFile, tmp_path: Path) 
         assert torch.equal(back.detector().backbone(images)["0"], file.detector().backbone(images)["0"])
 
 
-def test_files_that_are_no_detectors(encoder_file: EncoderFile, tmp_path: Path) -> None:
+def test_files_that_are_no_detectors(encoder_file: Backbone, tmp_path: Path) -> None:
     encoder_file.save(tmp_path / "encoder.safetensors")
     with pytest.raises(ValueError, match=r"encoder\.safetensors is not a detector; give a detector\.safetensors"):
         load_detector(tmp_path / "encoder.safetensors")

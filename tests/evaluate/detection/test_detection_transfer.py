@@ -20,7 +20,7 @@ from patchmix.evaluate.detection import training as training_module
 from patchmix.evaluate.detection.coco import open_split
 from patchmix.evaluate.detection.pictures import beside_truth, colour, draw
 from patchmix.evaluate.results import read_results
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.nn.vit import create_encoder
 from patchmix.train.log import read_metrics
 
@@ -45,7 +45,7 @@ def with_(**changes: Any) -> DetectSettings:
 
 @pytest.mark.parametrize("pyramid", ["fpn", "simple"])
 def test_from_an_encoder_to_everything_it_leaves(
-    encoder_file: EncoderFile, coco: Path, tmp_path: Path, pyramid: Any
+    encoder_file: Backbone, coco: Path, tmp_path: Path, pyramid: Any
 ) -> None:
     out = tmp_path / "out"
     result = detect(encoder_file, coco, out, with_(pyramid=pyramid), device="cpu", pictures=2)
@@ -74,7 +74,7 @@ def test_from_an_encoder_to_everything_it_leaves(
 
 
 def test_a_stopped_training_goes_on_and_ends_the_same(
-    encoder_file: EncoderFile, coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoder_file: Backbone, coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = with_(epochs=3, schedule="step", accumulate=2)
     detect(encoder_file, coco, tmp_path / "straight", settings, device="cpu", pictures=0)
@@ -101,7 +101,7 @@ def test_a_stopped_training_goes_on_and_ends_the_same(
     assert straight.digest() != load_detector_weights_at_start(encoder_file, coco, tmp_path)
 
 
-def load_detector_weights_at_start(encoder_file: EncoderFile, coco: Path, tmp_path: Path) -> str:
+def load_detector_weights_at_start(encoder_file: Backbone, coco: Path, tmp_path: Path) -> str:
     detect(encoder_file, coco, tmp_path / "short", with_(epochs=0.5, lr=1e-12), device="cpu", pictures=0)
     return load_detector(tmp_path / "short").digest()
 
@@ -134,7 +134,7 @@ def test_from_scratch_and_from_a_detector_of_other_classes(coco: Path, tmp_path:
         torch.testing.assert_close(tensor, before.weights[name])
 
 
-def test_mistakes_are_told_in_one_line(encoder_file: EncoderFile, coco: Path, tmp_path: Path, make_split: Any) -> None:
+def test_mistakes_are_told_in_one_line(encoder_file: Backbone, coco: Path, tmp_path: Path, make_split: Any) -> None:
     def fails(message: str, **changes: Any) -> None:
         arguments: dict[str, Any] = {"backbone": encoder_file, "data": coco, "out": tmp_path / "out", "settings": TINY}
         with pytest.raises(ValueError, match=message) as caught:
@@ -158,9 +158,9 @@ def test_mistakes_are_told_in_one_line(encoder_file: EncoderFile, coco: Path, tm
         evaluate_only(tmp_path / "good", coco, device="cpu")
 
 
-def _with_patch_2() -> EncoderFile:
+def _with_patch_2() -> Backbone:
     encoder = create_encoder("vit_tiny_patch2_8", dim=24, depth=4, heads=3)
-    return EncoderFile(Architecture.of("vit_tiny_patch2_8", encoder), encoder.state_dict())
+    return Backbone(Architecture.of("vit_tiny_patch2_8", encoder), encoder.state_dict())
 
 
 def test_an_encoder_of_small_patches_is_resampled(coco: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_an_encoder_of_small_patches_is_resampled(coco: Path, tmp_path: Path) ->
 # ----------------------------------------------------------------------------------------------------------- pictures
 
 
-def test_predictions_are_drawn(encoder_file: EncoderFile, coco: Path, tmp_path: Path) -> None:
+def test_predictions_are_drawn(encoder_file: Backbone, coco: Path, tmp_path: Path) -> None:
     detect(encoder_file, coco, tmp_path / "run", with_(epochs=0.5), device="cpu", pictures=0)
     (tmp_path / "photos" / "deep").mkdir(parents=True)
     for path in ("0.png", "deep/0.png"):
@@ -217,7 +217,7 @@ WORKER = """
 import sys
 from pathlib import Path
 from patchmix.evaluate.detection import DetectSettings, detect, evaluate_only
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.loading import load_backbone
 from patchmix import distributed
 import torch
 torch.set_num_threads(1)
@@ -227,7 +227,7 @@ with distributed.process_group(torch.device("cpu")):
     settings = DetectSettings(
         image_size=64, channels=16, head_dim=16, smallest_anchor=8, epochs=1, batch_size=2, rois_per_image=16
     )
-    result = detect(EncoderFile.load(root / "encoder.safetensors"), root / "coco", root / "trained", settings,
+    result = detect(load_backbone(root / "encoder.safetensors"), root / "coco", root / "trained", settings,
                     device="cpu", pictures=1)
     (root / f"ap-{distributed.rank()}").write_text(repr(result.metrics))
     try:
@@ -238,7 +238,7 @@ with distributed.process_group(torch.device("cpu")):
 
 
 def test_two_processes_see_every_image_once(
-    encoder_file: EncoderFile, coco: Path, tmp_path: Path, make_split: Any
+    encoder_file: Backbone, coco: Path, tmp_path: Path, make_split: Any
 ) -> None:
     """Five images in two parts: what is found is what one process finds. A broken image is told by both."""
     make_split(coco, "broken2017", 3)
@@ -284,7 +284,7 @@ def test_a_small_vit_learns_a_handful_of_coco_images_by_heart(coco_mini: Path, t
     (coco_mini / "annotations" / "few.json").write_text(json.dumps(dataset))
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch8_128", dim=96, depth=4, heads=3)
-    backbone = EncoderFile(Architecture.of("vit_tiny_patch8_128", encoder), encoder.state_dict())
+    backbone = Backbone(Architecture.of("vit_tiny_patch8_128", encoder), encoder.state_dict())
     settings = DetectSettings(
         image_size=128,
         window=0,

@@ -16,8 +16,8 @@ from patchmix.evaluate.detection.coco import Category
 from patchmix.evaluate.detection.model import Detector, build_detector
 from patchmix.evaluate.detection.settings import Shape
 from patchmix.files import replacing
-from patchmix.interop.encoder_file import Architecture, EncoderFile
-from patchmix.interop.reading import read_entries
+from patchmix.interop.backbone import Architecture, digest
+from patchmix.interop.importing import read_entries
 
 FILE = "detector.safetensors"
 _METADATA = "patchmix-detector"
@@ -43,7 +43,7 @@ class DetectorFile:
 
     def digest(self) -> str:
         """SHA-256 over names and values."""
-        return EncoderFile(self.architecture, self.weights).digest()
+        return digest(self.weights)
 
     def header(self) -> dict[str, Any]:
         """All but the weights, as plain data."""

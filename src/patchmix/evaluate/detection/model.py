@@ -21,7 +21,7 @@ from torchvision.ops import roi_align
 from patchmix.evaluate.detection.settings import Shape
 from patchmix.evaluate.detection.views import Target
 from patchmix.evaluate.features import as_channels
-from patchmix.interop.encoder_file import Architecture, EncoderFile
+from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.nn.pyramid import STRIDES, Pyramid
 from patchmix.nn.vit import create_encoder
 
@@ -142,12 +142,12 @@ def build_detector(
     return Detector(backbone, classes, shape=shape, rois_per_image=rois_per_image)
 
 
-def scratch(name: str, seed: int) -> EncoderFile:
+def scratch(name: str, seed: int) -> Backbone:
     """An encoder with random weights, for training without pre-training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = create_encoder(name)
-    return EncoderFile(Architecture.of(name, encoder), encoder.state_dict(), origin={"random": True, "seed": seed})
+    return Backbone(Architecture.of(name, encoder), encoder.state_dict(), origin={"random": True, "seed": seed})
 
 
 def without_class_layers(weights: dict[str, Tensor]) -> dict[str, Tensor]:

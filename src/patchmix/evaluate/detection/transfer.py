@@ -27,11 +27,11 @@ from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import encoder_name
 from patchmix.evaluate.supervised import work_folder
 from patchmix.files import write_text
-from patchmix.interop.encoder_file import EncoderFile
+from patchmix.interop.backbone import Backbone
 
 
 def detect(
-    backbone: EncoderFile | None,
+    backbone: Backbone | None,
     data: str | Path,
     out: str | Path,
     settings: DetectSettings | None = None,
@@ -236,7 +236,7 @@ def predict(
 
 
 def _new_detector(
-    encoder: EncoderFile, origin: DetectorFile | None, training: CocoImages, settings: DetectSettings
+    encoder: Backbone, origin: DetectorFile | None, training: CocoImages, settings: DetectSettings
 ) -> DetectorFile:
     """The detector to begin with: the same weights for the same seed, on every process."""
     with torch.random.fork_rng(devices=[]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def _named_apart(records: list[Record]) -> list[Record]:
     for record, name in zip(records, names, strict=True):
         old = record.history
         history = History(name, old.rows, old.batch_size, old.flops_per_image, old.config)
-        backbone = None if record.backbone is None else Backbone(record.backbone.file, name)
+        backbone = None if record.backbone is None else dataclasses.replace(record.backbone, name=name)
         renamed.append(Record(history, record.results, backbone, record.complete, record.config_text, record.facts))
     return renamed
 
@@ -149,9 +150,9 @@ def _pictures(
     positions = [viewed.positions[row] for row in rows]
     if mixing := _mixing(viewed, records, positions, mix):
         parts["mixing"] = ("Mixing", mixing)
-    with_class_token = [encoder for encoder in encoders if "cls_token" in encoder.file.weights]
+    with_class_token = [encoder for encoder in encoders if "cls_token" in encoder.weights]
     if with_class_token:
-        size = max(encoder.file.architecture.image_size for encoder in with_class_token)
+        size = max(encoder.architecture.image_size for encoder in with_class_token)
         shown = torch.stack([torch.from_numpy(image) for image in crops(viewed.source, positions[::2], size).values()])
         maps = [(encoder.name, attention_of(encoder, viewed.source, positions[::2])) for encoder in with_class_token]
         caption = "The class token's attention in the last block, head by head; raw above, on the image below."
@@ -179,7 +180,7 @@ def _mixing(
     for record in records:
         if record.backbone is None:
             continue
-        shape = record.backbone.file.architecture
+        shape = record.backbone.architecture
         drawn_mix = mix
         wanted = record.setting("method", "options", "num_mix")
         num_mix = wanted[0] if isinstance(wanted, list) else wanted

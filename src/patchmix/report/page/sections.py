@@ -113,9 +113,7 @@ def cost(records: Sequence[Record]) -> Markup:
         steps = max((row["step"] for row in record.history.rows), default=0)
         images = steps * (record.history.batch_size or 0)
         flops = images * record.facts.flops_per_image if record.facts.flops_per_image else None
-        parameters = (
-            sum(tensor.numel() for tensor in record.backbone.file.weights.values()) if record.backbone else None
-        )
+        parameters = sum(tensor.numel() for tensor in record.backbone.weights.values()) if record.backbone else None
         rows.append(
             [
                 record.name,
@@ -159,7 +157,7 @@ def _model(record: Record) -> str | None:
     if record.backbone is None:
         name: str | None = record.setting("model", "name")
         return name
-    shape = record.backbone.file.architecture
+    shape = record.backbone.architecture
     return f"{shape.name}: {shape.image_size} px, patch {shape.patch_size}, width {shape.dim}, {shape.depth} blocks"
 
 
