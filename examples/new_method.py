@@ -1,4 +1,4 @@
-"""A new method is one class and one line of registration: SimSiam (Chen and He, CVPR 2021), pre-trained on shapes.
+"""A new method is a class, its options and a line of registration: SimSiam (Chen and He, CVPR 2021), on shapes.
 
     python examples/new_method.py runs/simsiam
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,20 +18,24 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import patchmix
-from patchmix.build import METHODS
+from patchmix.build import METHOD_OPTIONS, METHODS
 from patchmix.methods.method import Method
 from patchmix.nn.heads import mlp_head
 from patchmix.nn.passes import project
 
 
-class SimSiam(Method):
-    """Keyword arguments are the options that `--set method.KEY=…` takes; types and names are checked."""
+@dataclass(frozen=True)
+class SimSiamOptions:
+    hidden: int = 512  # width of the heads' hidden layers
+    out: int = 128  # size of the projections and predictions
 
-    def __init__(self, encoder: VisionTransformer, *, head_hidden: int = 512, head_out: int = 128) -> None:
+
+class SimSiam(Method):
+    def __init__(self, encoder: VisionTransformer, options: SimSiamOptions) -> None:
         super().__init__()
         self.encoder = encoder  # what is evaluated, exported, shipped
-        self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
-        self.predictor = mlp_head(2, head_out, head_hidden // 4, head_out)
+        self.projector = mlp_head(3, encoder.num_features, options.hidden, options.out)
+        self.predictor = mlp_head(2, options.out, options.hidden // 4, options.out)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         z1, z2 = project(self.encoder, self.projector, views[:2])
@@ -43,7 +48,7 @@ def cosine(p: Tensor, z: Tensor) -> Tensor:
     return F.cosine_similarity(p, z, dim=1).mean()
 
 
-METHODS["simsiam"] = SimSiam
+METHODS["simsiam"], METHOD_OPTIONS["simsiam"] = SimSiam, SimSiamOptions
 
 
 def main(out: str = "runs/simsiam", epochs: float = 12, settings: Sequence[str] = (), **options: Any) -> patchmix.Run:

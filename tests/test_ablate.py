@@ -210,6 +210,7 @@ def test_a_failed_row_does_not_stop_the_others(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(build.METHODS, "broken", Broken)
+    monkeypatch.setitem(build.METHOD_OPTIONS, "broken", build.METHOD_OPTIONS["simclr"])
     out = tmp_path / "a"
     with pytest.raises(NonFiniteLoss, match=r"1 of 2 runs failed: broken-seed0; the first: step 0: loss is nan"):
         run("method", images, out, ["broken", "simclr"])

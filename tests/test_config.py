@@ -24,7 +24,7 @@ def test_settings_reach_their_place_with_their_type() -> None:
     assert config.train.epochs == 5.0
     assert config.views.area == (0.2, 1.0)
     assert config.method.options["num_mix"] == [2, 3]
-    assert method_options("patchmix", config.method.options)["num_mix"] == (2, 3)
+    assert method_options("patchmix", config.method.options).num_mix == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_bad_settings_say_what_is_wrong(setting: str, message: str) -> None:
     ("options", "message"),
     [
         ({"nummix": 3}, "unknown option of method patchmix: 'nummix'; did you mean 'num_mix'"),
-        ({"mixed_query": 3}, "method.mixed_query is 3; it must be one of 1, 2"),
+        ({"mixed_query": 3}, "method.mixed_query is 3; it must be 1 or 2"),
         ({"num_mix": "many"}, "method.num_mix is 'many'; it must be a whole number or a list"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.plain import PlainPatchMix, PlainViT, copy_weights, plain_optimizer
+from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.nn.vit import create_encoder, initialize_as_mocov3
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
@@ -15,7 +16,7 @@ from patchmix.train.optimizer import build_optimizer, set_hyperparameters
 def both(num_mix: int = 3) -> tuple[PatchMixMethod, PlainPatchMix]:
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=3, heads=2)
     initialize_as_mocov3(encoder)
-    ours = PatchMixMethod(encoder, num_mix=num_mix, head_hidden=32, head_out=16)
+    ours = PatchMixMethod(encoder, PatchMixOptions(num_mix=num_mix, head_hidden=32, head_out=16))
     assert ours.momentum_copy is not None
     for parameter in ours.momentum_copy.parameters():  # as after some steps: not equal to the base
         parameter.add_(0.02 * torch.randn_like(parameter))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 
 from patchmix.build import build_method, method_options
@@ -18,8 +16,7 @@ ALL = (S16, B16, T2, S2, B2)
 
 def option(config: Config, name: str) -> object:
     """An option of the method, with the class's own default."""
-    defaults = {p.name: p.default for p in inspect.signature(PatchMixMethod).parameters.values()}
-    return (defaults | config.method.options)[name]
+    return getattr(method_options("patchmix", config.method.options), name)
 
 
 @pytest.mark.parametrize("model", ALL)

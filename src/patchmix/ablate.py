@@ -150,7 +150,7 @@ def row_config(
         if "weights" not in known:
             raise ValueError(f"method {plain.method.name} has no terms to leave out; take --set method.name=patchmix")
         options = configure(data, **arguments, settings=fitting).method.options
-        weights = build.method_options(plain.method.name, options).get("weights", known["weights"])
+        weights = build.method_options(plain.method.name, options).weights
         own.append(f"method.weights={masked_weights(weights, row.terms)}")
     complete = configure(data, **arguments, settings=[*fitting, *own])
     build.method_options(complete.method.name, complete.method.options)
@@ -214,7 +214,7 @@ def adopt(planned: Planned, fingerprint: str) -> Planned:
 def _written_out(config: Config) -> Config:
     """With every option of the method."""
     name = config.method.name
-    options = build.option_defaults(name) | build.method_options(name, config.method.options)
+    options = dataclasses.asdict(build.method_options(name, config.method.options))
     return dataclasses.replace(config, method=dataclasses.replace(config.method, options=options))
 
 

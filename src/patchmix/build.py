@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-import typing
+import dataclasses
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from patchmix import distributed
-from patchmix.config import Config, ModelConfig, ViewsConfig, check_known, coerce
+from patchmix.config import Config, ModelConfig, ViewsConfig, check_known
 from patchmix.data.contract import Source
 from patchmix.data.device_views import Crops, change_colours
 from patchmix.data.loader import Batch, Loader
@@ -28,6 +29,7 @@ from patchmix.methods.dino import DINO
 from patchmix.methods.ibot import IBOT
 from patchmix.methods.method import Method
 from patchmix.methods.mocov3 import MoCoV3
+from patchmix.methods.options import METHOD_OPTIONS, RENAMED
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.methods.regioncl import RegionCL
 from patchmix.methods.sdmp import SDMP
@@ -75,7 +77,6 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
 def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = None) -> Method:
     """The method with its encoder, initialised from the seed (the same on every process) or from given weights."""
     check_known(config.method.name, METHODS, "method")
-    create = METHODS[config.method.name]
     options = method_options(config.method.name, config.method.options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
@@ -83,7 +84,7 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
         if encoder_weights is not None:
             _load(encoder, encoder_weights)
         encoder.set_grad_checkpointing(config.runtime.recompute)
-        return create(encoder, **options)
+        return METHODS[config.method.name](encoder, options)
 
 
 def _load(encoder: VisionTransformer, weights: dict[str, Tensor]) -> None:
@@ -94,21 +95,37 @@ def _load(encoder: VisionTransformer, weights: dict[str, Tensor]) -> None:
         raise ValueError(f"the weights to start from do not fit the model: {reason[:300]}") from error
 
 
-def method_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options checked against the signature of the method's class."""
-    create = METHODS[name]
-    hints = typing.get_type_hints(create.__init__ if inspect.isclass(create) else create)
-    known = option_defaults(name)
+def method_options(name: str, options: dict[str, Any]) -> Any:
+    """The options dataclass of a method, its names and values checked."""
+    options = {RENAMED.get(key, key): value for key, value in options.items()}
     for key in options:
-        check_known(key, known, f"option of method {name}:")
-    return {key: coerce(value, hints[key], f"method.{key}") for key, value in options.items()}
+        check_known(key, option_defaults(name), f"option of method {name}:")
+    try:
+        return TypeAdapter(METHOD_OPTIONS[name]).validate_json(json.dumps(options), strict=True)
+    except ValidationError as error:
+        raise ValueError(_one_line(error)) from error
+
+
+def _one_line(error: ValidationError) -> str:
+    words = {
+        "int_type": "a whole number",
+        "float_type": "a number",
+        "bool_type": "true or false",
+        "tuple_type": "a list",
+    }
+    errors = error.errors()
+    first = errors[0]
+    if not first["loc"]:
+        return first["msg"].removeprefix("Value error, ")
+    same = [each for each in errors if each["loc"][0] == first["loc"][0]]
+    rules = dict.fromkeys(words.get(each["type"], each["msg"].removeprefix("Input should be ")) for each in same)
+    return f"method.{first['loc'][0]} is {first['input']!r}; it must be {' or '.join(rules)}"
 
 
 def option_defaults(name: str) -> dict[str, Any]:
     """The options of a method and their defaults."""
     check_known(name, METHODS, "method")
-    signature = inspect.signature(METHODS[name])
-    return {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    return {field.name: field.default for field in dataclasses.fields(METHOD_OPTIONS[name])}
 
 
 def build_weightless(

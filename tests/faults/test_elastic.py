@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.nn.vit import create_encoder
 from tests.faults.elastic import ELASTIC, Row, finish, start
@@ -33,7 +34,7 @@ def test_what_is_left_out_of_comparisons_has_no_effect() -> None:
     """Shifted by up to 1, it changes neither loss nor any other gradient; the rest of the same biases changes both."""
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch8_32", dim=24, depth=2)
-    method = PatchMixMethod(encoder, head_hidden=32, head_out=16).double().train()
+    method = PatchMixMethod(encoder, PatchMixOptions(head_hidden=32, head_out=16)).double().train()
     views = [torch.randn(8, 3, 32, 32, dtype=torch.float64) for _ in range(2)]
 
     def loss_and_gradients() -> dict[str, torch.Tensor]:

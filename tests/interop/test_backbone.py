@@ -16,6 +16,7 @@ from patchmix.interop import loading
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.importing import read_entries
 from patchmix.interop.loading import load_backbone
+from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.nn.vit import create_encoder
 
@@ -31,7 +32,8 @@ def run(tmp_path: Path) -> tuple[Path, PatchMixMethod]:
     model = ModelConfig(name="vit_tiny_patch4_16", dim=48, depth=2, heads=4)
     config = Config(model=model, views=ViewsConfig(mean=(0.1, 0.2, 0.3)))
     method = PatchMixMethod(
-        create_encoder("vit_tiny_patch4_16", dim=48, depth=2, heads=4), head_hidden=8, head_out=8, num_mix=2
+        create_encoder("vit_tiny_patch4_16", dim=48, depth=2, heads=4),
+        PatchMixOptions(head_hidden=8, head_out=8, num_mix=2),
     )
     with torch.no_grad():
         for parameter in method.encoder.parameters():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from patchmix.losses import contrast
+from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.mixing.patchmix import PatchMix, owners
 from patchmix.nn.vit import create_encoder
@@ -42,12 +43,11 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return ours
 
 
-def build(settings: dict, weights: dict[str, Tensor]) -> PatchMixMethod:
+def build(settings: dict, weights: dict[str, Tensor], label_smoothing: float = 0.0) -> PatchMixMethod:
     encoder = create_encoder(
         "vit_tiny_patch4_16", dim=settings["dim"], depth=settings["depth"], heads=settings["heads"]
     )
-    method = PatchMixMethod(
-        encoder,
+    options = PatchMixOptions(
         num_mix=settings["M"],
         temperature=settings["temperature"],
         weights=(1.0, 0.5, 0.5),
@@ -56,7 +56,9 @@ def build(settings: dict, weights: dict[str, Tensor]) -> PatchMixMethod:
         momentum=settings["momentum"],
         head_hidden=settings["head_hidden"],
         head_out=settings["head_out"],
+        label_smoothing=label_smoothing,
     )
+    method = PatchMixMethod(encoder, options)
     method.load_state_dict(renamed(weights))
     return method
 
@@ -136,8 +138,7 @@ def test_losses_gradients_step_and_momentum_update(golden, monkeypatch: pytest.M
 
 def test_switch_of_smoothing_gives_their_target(golden, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, tensors, weights = golden
-    method = build(settings, weights).train()
-    method.label_smoothing = 0.1
+    method = build(settings, weights, label_smoothing=0.1).train()
     use_permutations(method, monkeypatch, tensors["perm2"], tensors["perm1"])
     out = method([tensors["x1"], tensors["x2"]])
     torch.testing.assert_close(out["oto"], tensors["loss_oto_smoothed"][0], **TOLERANCE)

@@ -24,7 +24,7 @@ def test_every_method_is_documented_with_all_its_options(name: str) -> None:
 
 def test_the_new_method_in_the_docs_is_the_example() -> None:
     example = (Path(__file__).resolve().parents[2] / "examples" / "new_method.py").read_text(encoding="utf-8")
-    block = re.search(r"```py\nclass SimSiam.*?```", TEXT, flags=re.DOTALL)
+    block = re.search(r"```py\n@dataclass\(frozen=True\)\nclass SimSiam.*?```", TEXT, flags=re.DOTALL)
     assert block
     for line in block[0].splitlines()[1:-1]:
         assert line.strip() in example, line

@@ -11,12 +11,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from patchmix import distributed
+from patchmix.build import method_options
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.mixing import MIXES
 from patchmix.nn.vit import create_encoder
 from patchmix.train.loop import seed_pass
 
 STEPS = 2
+SMALL = {"head_hidden": 32, "head_out": 16}
 CASES: dict[str, dict[str, Any]] = {mix: {"mix": mix} for mix in MIXES} | {
     "drawn": {"num_mix": [2, 3], "label_smoothing": 0.1, "normalize_mix_to_mix": True}
 }
@@ -31,7 +33,7 @@ def views(n: int = 32) -> list[Tensor]:
 def run(options: dict[str, Any], images: list[Tensor], world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
-    method = PatchMixMethod(encoder, head_hidden=32, head_out=16, **({"mix_across": True} | options)).train()
+    method = PatchMixMethod(encoder, method_options("patchmix", SMALL | {"mix_across": True} | options)).train()
     wrapped: Any = torch.nn.parallel.DistributedDataParallel(method, broadcast_buffers=False) if world > 1 else method
     losses = []
     for step in range(STEPS):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchmix.build import METHODS
+from patchmix.build import METHODS, method_options
 from patchmix.methods.method import Method
 from patchmix.methods.swav import sinkhorn
 from patchmix.mixing import PatchMix
@@ -25,7 +25,7 @@ def make(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
     own = {"swav": {"prototypes": 12}}.get(name, {})
-    return METHODS[name](encoder, **(SMALL | own | options)).train()
+    return METHODS[name](encoder, method_options(name, SMALL | own | options)).train()
 
 
 def views(n: int = 6, local: int = 0) -> list[Tensor]:
@@ -193,7 +193,7 @@ def test_dino(local: int) -> None:
 
 
 def test_dino_centre_follows_the_teachers_mean() -> None:
-    method = make("dino", centre_momentum=0.75)
+    method = make("dino", center_momentum=0.75)
     x = views()
     f, g = method.momentum_copy.network
     t = torch.cat([g(f(each)) for each in x]).detach()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchmix.build import method_options
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.mixing import Mix
 from patchmix.mixing.patchmix import share
@@ -16,7 +17,7 @@ from tests.oracles import losses as oracle
 def make(**options: object) -> PatchMixMethod:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2)
-    return PatchMixMethod(encoder, **({"head_hidden": 32, "head_out": 16} | options))  # type: ignore[arg-type]
+    return PatchMixMethod(encoder, method_options("patchmix", {"head_hidden": 32, "head_out": 16} | options))
 
 
 def views(n: int = 6, seed: int = 0) -> list[Tensor]:
@@ -40,7 +41,7 @@ def test_the_whole_objective_against_algorithm_2_and_the_double_sums(m: int, mix
         xi_f, xi_g = method.momentum_copy.network  # type: ignore[union-attr, misc]
         h_mix, h_b = h(g(f(mix_a.images))), h(g(f(b)))
         z_a, z_b, z_mix = xi_g(xi_f(a)), xi_g(xi_f(b)), xi_g(xi_f(mix_b.images))
-    tau = method.temperature
+    tau = method.options.temperature
     expected = {
         "oto": oracle.origin_to_origin(h_b, z_a, tau),
         "mto": oracle.mix_to_origin(h_mix, z_b, m, tau),
@@ -85,7 +86,7 @@ def test_every_mix_in_the_three_contrasts(name: str, normalize: bool) -> None:
         common = common / common.sum(dim=1, keepdim=True)
     h_mix, h_2 = (h.detach() for h in method.queries(mixed[0], x2))
     z_1, z_2, z_mix = method.keys(x1, x2, mixed[1])
-    tau = method.temperature
+    tau = method.options.temperature
     expected = {
         "oto": oracle.origin_to_origin(h_2, z_1, tau),
         "mto": oracle.soft(h_mix, z_2, shares[0], tau),
@@ -115,7 +116,9 @@ def test_the_names_of_the_mixes() -> None:
 def test_mixed_local_crops_have_their_own_shares(name: str) -> None:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
-    method = PatchMixMethod(encoder, mix=name, head_hidden=32, head_out=16).train()  # type: ignore[arg-type]
+    method = PatchMixMethod(
+        encoder, method_options("patchmix", {"mix": name, "head_hidden": 32, "head_out": 16})
+    ).train()
     crops = [torch.randn(6, 3, 8, 8) for _ in range(2)]
     x1, x2 = views()
     method.generator.manual_seed(3)
@@ -127,7 +130,7 @@ def test_mixed_local_crops_have_their_own_shares(name: str) -> None:
     _, h = method.queries(torch.cat(crops), torch.cat([m.images for m in mixed]))
     target = torch.cat([m.share for m in mixed])
     z_1, z_2 = method.keys(x1, x2)
-    expected = sum(oracle.soft(h.detach(), z, target, method.temperature) for z in (z_1, z_2))
+    expected = sum(oracle.soft(h.detach(), z, target, method.options.temperature) for z in (z_1, z_2))
     assert out["mixlocal"].item() == pytest.approx(expected, rel=1e-4)
 
 

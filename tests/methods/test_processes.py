@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.build import METHODS
+from patchmix.build import METHODS, method_options
 from patchmix.nn.vit import create_encoder
 
 # Mixes and masks are drawn per process: where a method has them, they are switched off or fixed.
@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sdmp": {"mix": "mixup"},
     "regioncl": {},
 }
+SMALL = {"head_hidden": 32, "head_out": 16}
 STEPS = 3  # centres and the queue act from the second and third pass on
 
 
@@ -41,7 +42,7 @@ def masks_by_content(images: Tensor) -> Tensor:
 def run(name: str, images: list[Tensor], world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
-    method: Any = METHODS[name](encoder, head_hidden=32, head_out=16, **OPTIONS[name]).train()
+    method: Any = METHODS[name](encoder, method_options(name, SMALL | OPTIONS[name])).train()
     if name == "ibot":
         method.draw_masks = masks_by_content
     if name == "sdmp":

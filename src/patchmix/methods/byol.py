@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from patchmix.methods.method import Method, check_unit_interval
+from patchmix.methods.method import Method
+from patchmix.methods.options import BYOLOptions
 from patchmix.nn.heads import BatchNorm
 from patchmix.nn.momentum import MomentumCopy
 from patchmix.nn.passes import project
@@ -19,21 +20,14 @@ from patchmix.schedules import Cosine
 class BYOL(Method):
     """Defaults are the paper's (Section 3.3), for 1000 epochs."""
 
-    def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        momentum: float = 0.996,  # τ_base; cosine to 1
-        head_hidden: int = 4096,
-        head_out: int = 256,
-    ) -> None:
+    def __init__(self, encoder: VisionTransformer, options: BYOLOptions = BYOLOptions()) -> None:
         super().__init__()
-        check_unit_interval("momentum", momentum)
+        self.options = options
         self.encoder = encoder
-        self.projector = _head(encoder.num_features, head_hidden, head_out)  # g
-        self.predictor = _head(head_out, head_hidden, head_out)  # q
+        self.projector = _head(encoder.num_features, options.head_hidden, options.head_out)  # g
+        self.predictor = _head(options.head_out, options.head_hidden, options.head_out)  # q
         self.momentum_copy = MomentumCopy(self._online())  # ξ
-        self.momentum = Cosine(momentum, 1.0)
+        self.momentum = Cosine(options.momentum, 1.0)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), then any number of local crops, which predict both targets."""

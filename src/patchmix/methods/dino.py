@@ -13,7 +13,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix.losses import cross_entropy, entropy
-from patchmix.methods.method import Method, check_unit_interval
+from patchmix.methods.method import Method
+from patchmix.methods.options import DINOOptions
 from patchmix.nn.momentum import MomentumCopy
 from patchmix.nn.passes import project
 from patchmix.nn.prototypes import Centre, PrototypeHead
@@ -23,43 +24,20 @@ from patchmix.schedules import Cosine
 class DINO(Method):
     """Defaults are the paper's for ViT (Section 3.2); what it gives in epochs is a share of the training here."""
 
-    def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        student_temperature: float = 0.1,  # τ_s
-        teacher_temperature: tuple[float, float] = (0.04, 0.07),  # τ_t at the start and after the warm-up
-        teacher_warmup: float = 0.1,  # the share of the training for which τ_t rises
-        centre_momentum: float = 0.9,  # m of Eq. 4
-        momentum: float = 0.996,  # λ; cosine to 1
-        freeze_last_layer: float = 0.01,  # the share of the training for which prototypes do not move
-        norm_last_layer: bool = True,  # prototypes of length 1
-        head_hidden: int = 2048,
-        head_bottleneck: int = 256,
-        head_out: int = 65536,  # K
-    ) -> None:
+    def __init__(self, encoder: VisionTransformer, options: DINOOptions = DINOOptions()) -> None:
         super().__init__()
-        check_unit_interval("student_temperature", student_temperature, low_open=True)
-        for temperature in teacher_temperature:
-            check_unit_interval("teacher_temperature", temperature, low_open=True)
-        check_unit_interval("teacher_warmup", teacher_warmup)
-        check_unit_interval("centre_momentum", centre_momentum)
-        check_unit_interval("momentum", momentum)
-        check_unit_interval("freeze_last_layer", freeze_last_layer)
+        self.options = options
         self.encoder = encoder
         self.head = PrototypeHead(
             encoder.num_features,
-            head_out,
-            hidden=head_hidden,
-            bottleneck=head_bottleneck,
-            fixed_length=norm_last_layer,
+            options.head_out,
+            hidden=options.head_hidden,
+            bottleneck=options.head_bottleneck,
+            fixed_length=options.norm_last_layer,
         )
         self.momentum_copy = MomentumCopy(self._student())
-        self.centre = Centre(head_out, centre_momentum)
-        self.student_temperature = student_temperature
-        self.teacher_temperature, self.teacher_warmup = teacher_temperature, teacher_warmup
-        self.freeze_last_layer = freeze_last_layer
-        self.momentum = Cosine(momentum, 1.0)
+        self.centre = Centre(options.head_out, options.center_momentum)
+        self.momentum = Cosine(options.momentum, 1.0)
         self.before_step(0.0)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -71,7 +49,7 @@ class DINO(Method):
             p = torch.softmax((t - self.centre.value) / self.scalars["teacher_temperature"], dim=-1)  # (2, N, K)
             self.centre.observe(t)
         terms = [
-            cross_entropy(s[j], p[i], self.student_temperature).mean()  # H(P_t(x), P_s(x′)), Eq. 3
+            cross_entropy(s[j], p[i], self.options.student_temperature).mean()  # H(P_t(x), P_s(x′)), Eq. 3
             for i in (0, 1)
             for j in range(len(views))
             if j != i
@@ -81,10 +59,10 @@ class DINO(Method):
         return {"loss": loss, "dino": loss, "dino/chance": chance, "dino/floor": entropy(p).mean()}
 
     def before_step(self, progress: float) -> None:
-        low, high = self.teacher_temperature
-        rise = min(1.0, progress / self.teacher_warmup) if self.teacher_warmup else 1.0
+        low, high = self.options.teacher_temperature
+        rise = min(1.0, progress / self.options.teacher_warmup) if self.options.teacher_warmup else 1.0
         self.scalars["teacher_temperature"] = low + (high - low) * rise
-        self.head.frozen = progress < self.freeze_last_layer
+        self.head.frozen = progress < self.options.freeze_last_layer
 
     def fixed_parameters(self) -> list[nn.Parameter]:
         return self.head.fixed_parameters()

@@ -14,7 +14,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix.losses import cross_entropy, entropy
-from patchmix.methods.method import Method, check_unit_interval
+from patchmix.methods.method import Method
+from patchmix.methods.options import IBOTOptions
 from patchmix.mixing import block_masks
 from patchmix.nn.momentum import MomentumCopy
 from patchmix.nn.passes import all_tokens, project
@@ -26,56 +27,22 @@ from patchmix.schedules import Cosine
 class IBOT(Method):
     """Defaults are the paper's for ViT (Section 4 and appendix B); epochs are shares of the training here."""
 
-    def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        weights: tuple[float, float] = (1.0, 1.0),  # of L_CLS and L_MIM
-        mask_probability: float = 0.5,  # of a view to be masked at all
-        mask_ratio: tuple[float, float] = (0.1, 0.5),  # the share of its patches, uniform in between
-        student_temperature: float = 0.1,
-        teacher_temperature: tuple[float, float] = (0.04, 0.07),  # of class tokens: at the start, after the warm-up
-        teacher_patch_temperature: tuple[float, float] = (0.04, 0.07),
-        teacher_warmup: float = 0.1,  # the share of the training for which both rise
-        centre_momentum: float = 0.9,  # m
-        centre_patch_momentum: float = 0.9,  # m′
-        momentum: float = 0.996,  # l; cosine to 1
-        freeze_last_layer: float = 0.01,
-        norm_last_layer: bool = True,
-        head_hidden: int = 2048,
-        head_bottleneck: int = 256,
-        head_out: int = 8192,  # K; one head for class and patch tokens
-    ) -> None:
+    def __init__(self, encoder: VisionTransformer, options: IBOTOptions = IBOTOptions()) -> None:
         super().__init__()
-        for name, values in (
-            ("mask_ratio", mask_ratio),
-            ("teacher_temperature", teacher_temperature),
-            ("teacher_patch_temperature", teacher_patch_temperature),
-        ):
-            for value in values:
-                check_unit_interval(name, value, low_open=name != "mask_ratio")
-        check_unit_interval("student_temperature", student_temperature, low_open=True)
-        check_unit_interval("mask_probability", mask_probability)
-        check_unit_interval("teacher_warmup", teacher_warmup)
-        check_unit_interval("momentum", momentum)
+        self.options = options
         self.encoder = encoder
         self.head = PrototypeHead(
             encoder.num_features,
-            head_out,
-            hidden=head_hidden,
-            bottleneck=head_bottleneck,
-            fixed_length=norm_last_layer,
+            options.head_out,
+            hidden=options.head_hidden,
+            bottleneck=options.head_bottleneck,
+            fixed_length=options.norm_last_layer,
         )
         self.momentum_copy = MomentumCopy(self._student())
         self.mask_token = nn.Parameter(torch.zeros(encoder.embed_dim))  # e_[MASK]
-        self.centre = Centre(head_out, centre_momentum)  # C
-        self.centre_patch = Centre(head_out, centre_patch_momentum)  # C′
-        self.weights = weights
-        self.mask_probability, self.mask_ratio = mask_probability, mask_ratio
-        self.student_temperature, self.teacher_warmup = student_temperature, teacher_warmup
-        self.teacher_temperature, self.teacher_patch_temperature = teacher_temperature, teacher_patch_temperature
-        self.freeze_last_layer = freeze_last_layer
-        self.momentum = Cosine(momentum, 1.0)
+        self.centre = Centre(options.head_out, options.center_momentum)  # C
+        self.centre_patch = Centre(options.head_out, options.center_patch_momentum)  # C′
+        self.momentum = Cosine(options.momentum, 1.0)
         self.before_step(0.0)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -97,13 +64,15 @@ class IBOT(Method):
             self.centre_patch.observe(g.scores(z_patch.float().mean(dim=(0, 1), keepdim=True)))  # scores are linear
 
         pairs = [(s[j], p[i * n : (i + 1) * n]) for i in (0, 1) for j in range(len(s)) if j != i]
-        cls = torch.stack([cross_entropy(x, y, self.student_temperature).mean() for x, y in pairs]).mean()  # Eq. 2
+        cls = torch.stack(
+            [cross_entropy(x, y, self.options.student_temperature).mean() for x, y in pairs]
+        ).mean()  # Eq. 2
         # Each masked view counts once, however many of its patches are masked (Eq. 3).
         each = (1.0 / mask.sum(dim=1, keepdim=True).clamp_min(1)).expand_as(mask)[mask] / len(both)
-        mim = (each * cross_entropy(s_masked, p_masked, self.student_temperature)).sum()
+        mim = (each * cross_entropy(s_masked, p_masked, self.options.student_temperature)).sum()
         chance = torch.tensor(math.log(t.shape[-1]), device=cls.device)
         return {
-            "loss": self.weights[0] * cls + self.weights[1] * mim,
+            "loss": self.options.weights[0] * cls + self.options.weights[1] * mim,
             "cls": cls,
             "cls/chance": chance,
             "cls/floor": entropy(p).mean(),
@@ -119,20 +88,20 @@ class IBOT(Method):
             len(images),
             images.shape[-2] // size,
             images.shape[-1] // size,
-            probability=self.mask_probability,
-            ratio=self.mask_ratio,
+            probability=self.options.mask_probability,
+            ratio=self.options.mask_ratio,
             generator=self.generator,
         )
         return masks.to(images.device, non_blocking=True)
 
     def before_step(self, progress: float) -> None:
-        rise = min(1.0, progress / self.teacher_warmup) if self.teacher_warmup else 1.0
+        rise = min(1.0, progress / self.options.teacher_warmup) if self.options.teacher_warmup else 1.0
         for name, (low, high) in (
-            ("teacher_temperature", self.teacher_temperature),
-            ("teacher_patch_temperature", self.teacher_patch_temperature),
+            ("teacher_temperature", self.options.teacher_temperature),
+            ("teacher_patch_temperature", self.options.teacher_patch_temperature),
         ):
             self.scalars[name] = low + (high - low) * rise
-        self.head.frozen = progress < self.freeze_last_layer
+        self.head.frozen = progress < self.options.freeze_last_layer
 
     def fixed_parameters(self) -> list[nn.Parameter]:
         return self.head.fixed_parameters()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.losses import Contrasts, place
-from patchmix.methods.method import Method, check_unit_interval
+from patchmix.methods.method import Method
+from patchmix.methods.options import MoCoV3Options
 from patchmix.nn.heads import mlp_head
 from patchmix.nn.momentum import MomentumCopy
 from patchmix.nn.passes import project
@@ -23,27 +24,16 @@ from patchmix.schedules import Cosine
 class MoCoV3(Method):
     """Defaults are the paper's for ViT (Section 3 and Section 4.2, "Stability")."""
 
-    def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        temperature: float = 0.2,
-        momentum: float = 0.99,  # m at the start; cosine to 1
-        frozen_patch_embed: bool = True,  # the random patch projection of Section 4.2
-        head_hidden: int = 4096,
-        head_out: int = 256,
-    ) -> None:
+    def __init__(self, encoder: VisionTransformer, options: MoCoV3Options = MoCoV3Options()) -> None:
         super().__init__()
-        check_unit_interval("temperature", temperature, low_open=True)
-        check_unit_interval("momentum", momentum)
+        self.options = options
         self.encoder = encoder
-        if frozen_patch_embed:
+        if options.frozen_patch_embed:
             encoder.patch_embed.requires_grad_(False)
-        self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
-        self.predictor = mlp_head(2, head_out, head_hidden, head_out)
+        self.projector = mlp_head(3, encoder.num_features, options.head_hidden, options.head_out)
+        self.predictor = mlp_head(2, options.head_out, options.head_hidden, options.head_out)
         self.momentum_copy = MomentumCopy(self._online())
-        self.temperature = temperature
-        self.momentum = Cosine(momentum, 1.0)
+        self.momentum = Cosine(options.momentum, 1.0)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), then any number of local crops, which are queries for both keys."""
@@ -55,11 +45,11 @@ class MoCoV3(Method):
 
         n = len(x1)
         own = place(torch.eye(n, device=x1.device), len(k1), distributed.rank() * n)
-        terms = Contrasts(self.temperature)
-        terms.add("contrast", 2 * self.temperature, [(q1, k2), (q2, k1)], own)  # ctr(q1, k2) + ctr(q2, k1)
+        terms = Contrasts(self.options.temperature)
+        terms.add("contrast", 2 * self.options.temperature, [(q1, k2), (q2, k1)], own)  # ctr(q1, k2) + ctr(q2, k1)
         if local_crops:
             q, targets = torch.cat(q_local), own.repeat(len(local_crops), 1)
-            terms.add("local", 2 * self.temperature, [(q, k1), (q, k2)], targets)
+            terms.add("local", 2 * self.options.temperature, [(q, k1), (q, k2)], targets)
         return terms.total()
 
     def after_step(self, progress: float) -> None:

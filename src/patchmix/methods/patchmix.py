@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.losses import Contrasts, place, smooth
-from patchmix.methods.method import Method, check_unit_interval
+from patchmix.methods.method import Method
+from patchmix.methods.options import PatchMixOptions
 from patchmix.mixing import Mix, Mixed, create_mix, overlap
 from patchmix.nn.heads import mlp_head
 from patchmix.nn.momentum import MomentumCopy
@@ -28,55 +28,22 @@ from patchmix.schedules import Cosine
 class PatchMixMethod(Method):
     """Defaults are the paper's; the arguments are the named switches of docs/fidelity.md."""
 
-    def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        mix: Literal["patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap"] = "patchmix",
-        num_mix: int | Sequence[int] = 3,  # of PatchMix; the others mix two
-        temperature: float = 0.2,
-        weights: tuple[float, float, float] = (
-            1.0,
-            1.0,
-            1.0,
-        ),  # of origin-to-origin, mix-to-origin, mix-to-mix
-        normalize_mix_to_mix: bool = False,  # False: ω as printed, a row sums to M
-        mix_across: bool = False,  # True: over the batch of all processes, not within each one's own part
-        label_smoothing: float = 0.0,  # of origin-to-origin
-        mixed_query: Literal[1, 2] = 1,  # which view is mixed to make the mixed query
-        momentum_encoder: bool = True,
-        momentum: float = 0.996,  # μ at the start; cosine to 1
-        momentum_stages: int = 0,  # 0: μ advances every step; else in so many equal stages
-        momentum_update: Literal["after_step", "before_keys"] = "after_step",
-        head_hidden: int = 4096,
-        head_out: int = 256,
-    ) -> None:
+    def __init__(self, encoder: VisionTransformer, options: PatchMixOptions = PatchMixOptions()) -> None:
         super().__init__()
-        check_unit_interval("temperature", temperature, low_open=True)
-        check_unit_interval("momentum", momentum)
-        check_unit_interval("label_smoothing", label_smoothing)
-        if not any(weights):
-            raise ValueError(f"weights are {tuple(weights)}; at least one of the three contrasts must count")
+        self.options = options
         self.encoder = encoder
-        self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
-        self.predictor = mlp_head(2, head_out, head_hidden, head_out)
-        self.momentum_copy = MomentumCopy(self._online()) if momentum_encoder else None
-        generator = self.shared_generator if mix_across else self.generator
-        self.mix = create_mix(mix, patch_size=patch_size_of(encoder), num_mix=num_mix, generator=generator)
-        self.mix_across = mix_across
-        self.temperature = temperature
-        self.weights = weights
-        self.normalize_mix_to_mix = normalize_mix_to_mix
-        self.label_smoothing = label_smoothing
-        self.mixed_query = mixed_query
-        self.momentum = momentum
-        self.momentum_stages = momentum_stages
-        self.momentum_update = momentum_update
+        self.projector = mlp_head(3, encoder.num_features, options.head_hidden, options.head_out)
+        self.predictor = mlp_head(2, options.head_out, options.head_hidden, options.head_out)
+        self.momentum_copy = MomentumCopy(self._online()) if options.momentum_encoder else None
+        generator = self.shared_generator if options.mix_across else self.generator
+        self.mix = create_mix(
+            options.mix, patch_size=patch_size_of(encoder), num_mix=options.num_mix, generator=generator
+        )
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), then any number of smaller local crops."""
         x1, x2, *local_crops = views
-        if self.mixed_query == 2:
+        if self.options.mixed_query == 2:
             x1, x2 = x2, x1
         mix = self.mix.for_one_step()
         mix1, mix2 = self.mixed(mix, x1), self.mixed(mix, x2)  # Algorithm 2, lines 5-6
@@ -84,13 +51,13 @@ class PatchMixMethod(Method):
         n, k = len(x1), len(x1) * distributed.world_size()
         offset = distributed.rank() * n
         similarity = overlap(mix1.share, mix2.share)  # ω of Eq. 12
-        if self.normalize_mix_to_mix:
+        if self.options.normalize_mix_to_mix:
             similarity = similarity / similarity.sum(dim=1, keepdim=True)
-        origin = smooth(place(torch.eye(n, device=x1.device), k, offset), self.label_smoothing)
+        origin = smooth(place(torch.eye(n, device=x1.device), k, offset), self.options.label_smoothing)
         contrasts = [  # weight, query, key, target
-            ("oto", self.weights[0], "2", "1", origin),  # Eq. 15
-            ("mto", self.weights[1], "mix1", "2", self.own_rows(mix1.share, n)),  # Eq. 13
-            ("mtm", self.weights[2], "mix1", "mix2", self.own_rows(similarity, n)),  # Eq. 14
+            ("oto", self.options.weights[0], "2", "1", origin),  # Eq. 15
+            ("mto", self.options.weights[1], "mix1", "2", self.own_rows(mix1.share, n)),  # Eq. 13
+            ("mtm", self.options.weights[2], "mix1", "mix2", self.own_rows(similarity, n)),  # Eq. 14
         ]
         contrasts = [each for each in contrasts if each[1] != 0]  # a term that is off costs no pass
 
@@ -101,7 +68,7 @@ class PatchMixMethod(Method):
         keys = self.keys(*(images[name] for name in known))  # line 9
         z = {name: distributed.gather(key) for name, key in zip(known, keys, strict=True)}
 
-        terms = Contrasts(self.temperature)
+        terms = Contrasts(self.options.temperature)
         for name, weight, query, key, target in contrasts:
             terms.add(name, weight, [(h[query], z[key])], target)
         if local_crops:
@@ -114,7 +81,7 @@ class PatchMixMethod(Method):
 
     def mixed(self, mix: Mix, x: Tensor) -> Mixed:
         """A process's own images mixed, share (N, N); or across processes its part of the whole mix, share (K, K)."""
-        if not self.mix_across:
+        if not self.options.mix_across:
             return mix(x)
         whole, start = mix(distributed.gather(x)), distributed.rank() * len(x)
         return Mixed(whole.images[start : start + len(x)], whole.share)
@@ -122,7 +89,7 @@ class PatchMixMethod(Method):
     def own_rows(self, target: Tensor, n: int) -> Tensor:
         """What a process's N queries should be similar to among the keys of all: (N, N) or (K, K) → (N, K)."""
         start = distributed.rank() * n
-        if self.mix_across:
+        if self.options.mix_across:
             return target[start : start + n]
         return place(target, n * distributed.world_size(), start)
 
@@ -138,18 +105,18 @@ class PatchMixMethod(Method):
         return project(self.momentum_copy.network[0], self.momentum_copy.network[1], batches)
 
     def before_step(self, progress: float) -> None:
-        if self.momentum_update == "before_keys":
+        if self.options.momentum_update == "before_keys":
             self._follow(progress)
 
     def after_step(self, progress: float) -> None:
-        if self.momentum_update == "after_step":
+        if self.options.momentum_update == "after_step":
             self._follow(progress)
 
     def momentum_at(self, progress: float) -> float:
         """μ: cosine from its start to 1."""
-        if self.momentum_stages:
-            progress = math.floor(progress * self.momentum_stages + 1e-9) / self.momentum_stages
-        return Cosine(self.momentum, 1.0)(progress)
+        if self.options.momentum_stages:
+            progress = math.floor(progress * self.options.momentum_stages + 1e-9) / self.options.momentum_stages
+        return Cosine(self.options.momentum, 1.0)(progress)
 
     def _follow(self, progress: float) -> None:
         if self.momentum_copy is not None:

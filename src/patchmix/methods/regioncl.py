@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.losses import Contrasts, place
-from patchmix.methods.method import Method, check_unit_interval
+from patchmix.methods.method import Method
+from patchmix.methods.options import RegionCLOptions
 from patchmix.mixing import Region, RegionSwap, partners
 from patchmix.nn.heads import mlp_head
 from patchmix.nn.momentum import MomentumCopy
@@ -28,28 +29,15 @@ from patchmix.schedules import Cosine
 class RegionCL(Method):
     """Region sizes and weights are the paper's, heads, keys and momentum MoCo v3's (the paper has a ResNet's)."""
 
-    def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        region_sides: tuple[float, float] = (1 / 7, 3 / 7),  # of the image's sides
-        weights: tuple[float, float] = (1.0, 1.0),  # of the instance and the region level
-        temperature: float = 0.2,
-        momentum: float = 0.99,  # m at the start; cosine to 1
-        head_hidden: int = 4096,
-        head_out: int = 256,
-    ) -> None:
+    def __init__(self, encoder: VisionTransformer, options: RegionCLOptions = RegionCLOptions()) -> None:
         super().__init__()
-        check_unit_interval("temperature", temperature, low_open=True)
-        check_unit_interval("momentum", momentum)
+        self.options = options
         self.encoder = encoder
-        self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
-        self.predictor = mlp_head(2, head_out, head_hidden, head_out)
+        self.projector = mlp_head(3, encoder.num_features, options.head_hidden, options.head_out)
+        self.predictor = mlp_head(2, options.head_out, options.head_hidden, options.head_out)
         self.momentum_copy = MomentumCopy(self._online())
-        self.swap = RegionSwap(patch_size_of(encoder), region_sides, self.generator)
-        self.weights = weights
-        self.temperature = temperature
-        self.momentum = Cosine(momentum, 1.0)
+        self.swap = RegionSwap(patch_size_of(encoder), options.region_sides, self.generator)
+        self.momentum = Cosine(options.momentum, 1.0)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), then any number of local crops, which are queries for the key."""
@@ -64,20 +52,20 @@ class RegionCL(Method):
 
         n, offset = len(x1), distributed.rank() * len(x1)
         own = torch.arange(n, device=x1.device) + offset
-        terms = Contrasts(self.temperature)
+        terms = Contrasts(self.options.temperature)
         targets = place(torch.eye(n, device=x1.device), len(k), offset)
-        terms.add("instance", self.weights[0], [(q, k)], targets)
+        terms.add("instance", self.options.weights[0], [(q, k)], targets)
         if local_crops:
             terms.add("local", 1.0, [(torch.cat(q_local), k)], targets.repeat(len(local_crops), 1))
         regions = [
-            region_contrast(canvas, k, paste, own, self.temperature),
-            region_contrast(paste, k, canvas, partners(own), self.temperature),
+            region_contrast(canvas, k, paste, own, self.options.temperature),
+            region_contrast(paste, k, canvas, partners(own), self.options.temperature),
         ]
         level = torch.stack(regions).mean()
         entries = terms.total()
         chance = torch.tensor(math.log(len(k) + 1), device=level.device)
         entries |= {"region": level, "region/chance": chance, "region/floor": torch.zeros_like(chance)}
-        return entries | {"loss": entries["loss"] + self.weights[1] * level}
+        return entries | {"loss": entries["loss"] + self.options.weights[1] * level}
 
     def region_features(self, swapped: Tensor, region: Region) -> tuple[Tensor, Tensor]:
         """Means of the patch tokens inside and outside the region: (N, D) each."""

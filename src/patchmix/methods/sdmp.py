@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.losses import Contrasts, place
-from patchmix.methods.method import Method, check_unit_interval
+from patchmix.methods.method import Method
+from patchmix.methods.options import SDMPOptions
 from patchmix.mixing import CutMix, Mixup, OneOf, ResizeMix, overlap
 from patchmix.nn.heads import mlp_head
 from patchmix.nn.momentum import MomentumCopy
@@ -25,36 +25,22 @@ from patchmix.schedules import Cosine
 class SDMP(Method):
     """Defaults are those of the authors for ViT; "all" draws one of the three mixes for each step."""
 
-    def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        mix: Literal["resizemix", "cutmix", "mixup", "all"] = "resizemix",
-        weights: tuple[float, float, float] = (1.0, 0.5, 0.5),  # of source-to-source, mix-to-source, mix-to-mix
-        temperature: float = 0.2,
-        momentum: float = 0.99,  # m at the start; cosine to 1
-        frozen_patch_embed: bool = True,  # as MoCo v3
-        head_hidden: int = 4096,
-        head_out: int = 256,
-    ) -> None:
+    def __init__(self, encoder: VisionTransformer, options: SDMPOptions = SDMPOptions()) -> None:
         super().__init__()
-        check_unit_interval("temperature", temperature, low_open=True)
-        check_unit_interval("momentum", momentum)
+        self.options = options
         self.encoder = encoder
-        if frozen_patch_embed:
+        if options.frozen_patch_embed:
             encoder.patch_embed.requires_grad_(False)
-        self.projector = mlp_head(3, encoder.num_features, head_hidden, head_out)
-        self.predictor = mlp_head(2, head_out, head_hidden, head_out)
+        self.projector = mlp_head(3, encoder.num_features, options.head_hidden, options.head_out)
+        self.predictor = mlp_head(2, options.head_out, options.head_hidden, options.head_out)
         self.momentum_copy = MomentumCopy(self._online())
         mixes: dict[str, Mixup | CutMix | ResizeMix] = {
             "resizemix": ResizeMix(generator=self.generator),
             "cutmix": CutMix(generator=self.generator),
             "mixup": Mixup(generator=self.generator),
         }
-        self.mix = OneOf(list(mixes.values()) if mix == "all" else [mixes[mix]], self.generator)
-        self.weights = weights
-        self.temperature = temperature
-        self.momentum = Cosine(momentum, 1.0)
+        self.mix = OneOf(list(mixes.values()) if options.mix == "all" else [mixes[options.mix]], self.generator)
+        self.momentum = Cosine(options.momentum, 1.0)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), whose roles are exchanged at random, then any number of local crops."""
@@ -73,11 +59,11 @@ class SDMP(Method):
         # 1 for the same mix and λ_c = min(λ_i, 1 − λ_j) + min(1 − λ_i, λ_j) for the partner's, over their sum.
         common = overlap(mix2.share, mix1.share)
         common = place(common / common.sum(dim=1, keepdim=True), k, offset)
-        scale = 2 * self.temperature
-        terms = Contrasts(self.temperature)
-        terms.add("source", scale * self.weights[0], [(q1, k2)], own)
-        terms.add("mix_to_source", scale * self.weights[1], [(q_mix2, k1)], place(mix2.share, k, offset))
-        terms.add("mix_to_mix", scale * self.weights[2], [(q_mix2, k_mix1)], common)
+        scale = 2 * self.options.temperature
+        terms = Contrasts(self.options.temperature)
+        terms.add("source", scale * self.options.weights[0], [(q1, k2)], own)
+        terms.add("mix_to_source", scale * self.options.weights[1], [(q_mix2, k1)], place(mix2.share, k, offset))
+        terms.add("mix_to_mix", scale * self.options.weights[2], [(q_mix2, k_mix1)], common)
         if local_crops:
             q = torch.cat(q_local)
             terms.add("local", scale, [(q, k1), (q, k2)], own.repeat(len(local_crops), 1))

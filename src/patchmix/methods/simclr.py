@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.losses import Contrasts, place
-from patchmix.methods.method import Method, check_unit_interval
+from patchmix.methods.method import Method
+from patchmix.methods.options import SimCLROptions
 from patchmix.nn.heads import BatchNorm, mlp_head
 from patchmix.nn.passes import project
 
@@ -23,25 +24,14 @@ from patchmix.nn.passes import project
 class SimCLR(Method):
     """Defaults are the paper's for ImageNet; for CIFAR-10 it takes τ = 0.5 (appendix B.9)."""
 
-    def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        temperature: float = 0.1,
-        head_layers: int = 2,
-        head_hidden: int = 2048,
-        head_out: int = 128,
-    ) -> None:
+    def __init__(self, encoder: VisionTransformer, options: SimCLROptions = SimCLROptions()) -> None:
         super().__init__()
-        check_unit_interval("temperature", temperature, low_open=True)
-        if head_layers < 1:
-            raise ValueError(f"head_layers is {head_layers}; it must be at least 1")
+        self.options = options
         self.encoder = encoder
-        self.projector = mlp_head(head_layers, encoder.num_features, head_hidden, head_out)
-        scaled = BatchNorm(head_out)  # the last batch norm learns a scale, but no shift
+        self.projector = mlp_head(options.head_layers, encoder.num_features, options.head_hidden, options.head_out)
+        scaled = BatchNorm(options.head_out)  # the last batch norm learns a scale, but no shift
         scaled.bias.requires_grad_(False)
         self.projector[-1] = scaled
-        self.temperature = temperature
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), then any number of local crops, which look for both views of their image."""
@@ -49,12 +39,12 @@ class SimCLR(Method):
         z1, z2, *z_local = self.projector(features).chunk(len(views))  # batch norms see all views at once
         keys = torch.cat([distributed.gather_with_gradient(z) for z in (z1, z2)])  # (2K, D)
         n, k, offset = len(z1), len(keys) // 2, distributed.rank() * len(z1)
-        loss = nt_xent(torch.cat([z1, z2]), keys, offset, self.temperature)
+        loss = nt_xent(torch.cat([z1, z2]), keys, offset, self.options.temperature)
         chance = torch.tensor(math.log(max(2 * k - 1, 1)), device=loss.device)
         entries = {"loss": loss, "ntxent": loss, "ntxent/chance": chance, "ntxent/floor": torch.zeros_like(chance)}
         if z_local:
             own = place(torch.eye(n, device=loss.device), k, offset)
-            terms = Contrasts(self.temperature)
+            terms = Contrasts(self.options.temperature)
             both = torch.cat([own, own], dim=1).repeat(len(z_local), 1) / 2
             terms.add("local", 1.0, [(torch.cat(z_local), keys)], both)
             entries |= terms.total() | {"loss": loss + terms.loss}

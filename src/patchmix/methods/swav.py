@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.losses import cross_entropy, entropy
-from patchmix.methods.method import Method, check_unit_interval
+from patchmix.methods.method import Method
+from patchmix.methods.options import SwAVOptions
 from patchmix.nn.heads import BatchNorm
 from patchmix.nn.passes import project
 
@@ -26,40 +27,20 @@ class SwAV(Method):
     queue: Tensor
     queued: Tensor
 
-    def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        prototypes: int = 3000,
-        temperature: float = 0.1,  # τ
-        epsilon: float = 0.05,  # ε of the Sinkhorn iterations
-        sinkhorn_iterations: int = 3,
-        freeze_prototypes: float = 0.01,  # the share of the training for which prototypes do not move
-        queue_length: int = 0,  # embeddings of earlier steps, over all processes, that help to balance small batches
-        queue_start: float = 0.04,  # the share of the training after which the queue is filled and used
-        head_hidden: int = 2048,
-        head_out: int = 128,
-    ) -> None:
+    def __init__(self, encoder: VisionTransformer, options: SwAVOptions = SwAVOptions()) -> None:
         super().__init__()
-        check_unit_interval("temperature", temperature, low_open=True)
-        check_unit_interval("epsilon", epsilon, low_open=True)
-        check_unit_interval("freeze_prototypes", freeze_prototypes)
-        check_unit_interval("queue_start", queue_start)
-        if queue_length < 0:
-            raise ValueError(f"queue_length is {queue_length}; it must be at least 0 (0: no queue)")
+        self.options = options
         self.encoder = encoder
         self.projector = nn.Sequential(
-            nn.Linear(encoder.num_features, head_hidden),
-            BatchNorm(head_hidden),
+            nn.Linear(encoder.num_features, options.head_hidden),
+            BatchNorm(options.head_hidden),
             nn.ReLU(inplace=True),
-            nn.Linear(head_hidden, head_out),
+            nn.Linear(options.head_hidden, options.head_out),
         )
-        self.prototypes = nn.Parameter(F.normalize(torch.randn(prototypes, head_out), dim=1))  # Cᵀ
-        self.register_buffer("queue", torch.zeros(2, queue_length, head_out))
+        self.prototypes = nn.Parameter(F.normalize(torch.randn(options.prototypes, options.head_out), dim=1))  # Cᵀ
+        self.register_buffer("queue", torch.zeros(2, options.queue_length, options.head_out))
         self.register_buffer("queued", torch.zeros((), dtype=torch.long))
-        self.temperature, self.epsilon, self.sinkhorn_iterations = temperature, epsilon, sinkhorn_iterations
-        self.freeze_prototypes, self.queue_start = freeze_prototypes, queue_start
-        self.frozen, self.queueing = freeze_prototypes > 0, queue_start == 0
+        self.frozen, self.queueing = options.freeze_prototypes > 0, options.queue_start == 0
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), which give codes, then any number of local crops, which only predict them."""
@@ -73,7 +54,7 @@ class SwAV(Method):
             self._enqueue(z[0], z[1])
 
         swapped = [
-            cross_entropy(scores[t], codes[s], self.temperature).mean()  # ℓ(z_t, q_s), Eq. 2
+            cross_entropy(scores[t], codes[s], self.options.temperature).mean()  # ℓ(z_t, q_s), Eq. 2
             for s in (0, 1)
             for t in range(len(views))
             if t != s
@@ -89,7 +70,7 @@ class SwAV(Method):
         everyone = distributed.gather(scores.detach())
         if self.queueing and queue.shape[0] and int(self.queued) >= queue.shape[0]:
             everyone = torch.cat([everyone, queue @ self.prototypes.T])
-        return sinkhorn(everyone, self.epsilon, self.sinkhorn_iterations)[offset : offset + n]
+        return sinkhorn(everyone, self.options.epsilon, self.options.sinkhorn_iterations)[offset : offset + n]
 
     @torch.no_grad()
     def _enqueue(self, *views: Tensor) -> None:
@@ -99,7 +80,7 @@ class SwAV(Method):
 
     @torch.no_grad()
     def before_step(self, progress: float) -> None:
-        self.frozen, self.queueing = progress < self.freeze_prototypes, progress >= self.queue_start
+        self.frozen, self.queueing = progress < self.options.freeze_prototypes, progress >= self.options.queue_start
         self.prototypes.copy_(F.normalize(self.prototypes, dim=1))
 
     def fixed_parameters(self) -> list[nn.Parameter]:
