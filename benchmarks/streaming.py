@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from patchmix.data import CentreCrop, Loader, Source, open_source
+from patchmix.data import CenterCrop, Loader, Source, open_source
 from patchmix.data.write_shards import write_shards
 
 
@@ -57,7 +57,7 @@ def write_noise(folder: Path, count: int, side: int, kind: str) -> None:
 
 def stream(source: Source, workers: int) -> Iterator[tuple[int, float, float]]:
     """Load an epoch; at each tenth of it: images so far, memory (MB), seconds."""
-    loader = Loader(source, CentreCrop(32), batch_size=32, seed=0, workers=workers)
+    loader = Loader(source, CenterCrop(32), batch_size=32, seed=0, workers=workers)
     steps, start = loader.steps_per_epoch, time.monotonic()
     marks = {max(1, round(steps * tenth / 10)) for tenth in range(1, 11)}
     batches = loader.batches()

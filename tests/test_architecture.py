@@ -12,8 +12,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "patchmix"
 
 # What each room may import of the others. A dotted name is a single module of a room.
 MAY_IMPORT: dict[str, set[str]] = {
+    "settings": set(),
     "files": set(),
-    "data": {"files"},
+    "progress": set(),
+    "data": {"files", "progress", "settings"},
     "mixing": set(),
     "losses": set(),
     "schedules": set(),
@@ -24,15 +26,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nn": {"distributed"},
     "interop": {"files", "data", "nn", "device"},
     "methods": {"mixing", "nn", "losses", "schedules", "distributed"},
-    "train": {"files", "methods.method", "schedules", "distributed", "device"},
+    "train": {"files", "progress", "methods.method", "schedules", "distributed", "device"},
     "evaluate": {
-        *("files", "data", "nn", "losses", "schedules", "distributed", "device", "interop", "methods.method", "train"),
+        *("files", "progress", "data", "nn", "losses", "schedules", "distributed", "device", "interop", "train"),
+        "methods.method",
     },
-    "report": {"files", "data", "mixing", "nn", "losses", "interop", "train", "evaluate", "distributed", "device"},
+    "report": {
+        *("files", "progress", "data", "mixing", "nn", "losses", "interop", "train", "evaluate", "distributed"),
+        "device",
+    },
     "recipes": {"config"},
     "study": {
         *("files", "config", "recipes", "data", "nn", "interop", "methods.method", "train", "evaluate", "report"),
-        *("distributed", "device"),
+        *("distributed", "device", "progress"),
     },
 }
 MAY_IMPORT["build"] = set(MAY_IMPORT) - {"report"}

@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from patchmix import distributed
 from patchmix.config import Config, ModelConfig, ViewsConfig, check_known
 from patchmix.data.contract import Source
-from patchmix.data.device_views import Crops, change_colours
-from patchmix.data.loader import Batch, Loader
+from patchmix.data.device_views import Crops, Prepare
+from patchmix.data.loader import Loader
 from patchmix.data.memory import check_decodable
 from patchmix.data.sources import has_split, open_source
-from patchmix.data.views import CentreCrop, View, Views, normalize_, to_float
+from patchmix.data.views import CenterCrop, View, Views
 from patchmix.device import autocast_dtype, check_compiler
-from patchmix.evaluate.features import Subset, as_channels, extract
+from patchmix.evaluate.features import Subset, extract
 from patchmix.evaluate.knn import HEADLINE_K, accuracy, knn_predict
 from patchmix.methods.byol import BYOL
 from patchmix.methods.dino import DINO
@@ -153,26 +153,9 @@ def build_weightless(
 
 def build_views(views: ViewsConfig, image_size: int) -> list[View]:
     """T1, T2 and the local crops."""
-
-    def view(size: int, area: tuple[float, float], blur: float, solarize: float) -> View:
-        return View(
-            size=size,
-            area=area,
-            ratio=views.ratio,
-            flip=views.flip,
-            jitter=views.jitter,
-            brightness=views.brightness,
-            contrast=views.contrast,
-            saturation=views.saturation,
-            hue=views.hue,
-            gray=views.gray,
-            blur=blur,
-            sigma=views.sigma,
-            solarize=solarize,
-        )
-
-    two = [view(image_size, views.area, views.blur[i], views.solarize[i]) for i in (0, 1)]
-    local = view(views.local_size, views.local_area, views.local_blur, 0.0)
+    settings = vars(views)
+    two = [View.of(settings, size=image_size, blur=views.blur[i], solarize=views.solarize[i]) for i in (0, 1)]
+    local = View.of(settings, size=views.local_size, area=views.local_area, blur=views.local_blur, solarize=0.0)
     return [*two, *[local] * views.local_crops]
 
 
@@ -199,19 +182,8 @@ def build_loader(config: Config, source: Source, image_size: int, *, pin_memory:
     )
 
 
-def build_prepare(views: ViewsConfig, in_chans: int) -> Callable[[Batch], list[Tensor]]:
-    """uint8 views → normalised float images, on whatever device they are; colours that are still to change do so."""
-
-    def floats(batch: Batch, number: int) -> Tensor:
-        if batch.colours is None:
-            return to_float(batch.views[number], views.mean, views.std)
-        pixels = change_colours(batch.views[number], batch.colours[:, number], max_sigma=views.sigma[1])
-        return normalize_(pixels, views.mean, views.std)
-
-    def prepare(batch: Batch) -> list[Tensor]:
-        return [as_channels(floats(batch, number), in_chans) for number in range(len(batch.views))]
-
-    return prepare
+def build_prepare(views: ViewsConfig, in_chans: int) -> Prepare:
+    return Prepare(mean=views.mean, std=views.std, in_chans=in_chans, max_sigma=views.sigma[1])
 
 
 def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Plan:
@@ -281,7 +253,7 @@ def raw_pixel_knn(source: Source, queries: Source, *, bank: int, asked: int, k: 
 
     def pixels(subset: Subset) -> Tensor:
         side = min(subset.load(0).shape[:2])
-        crop = CentreCrop(side)
+        crop = CenterCrop(side)
         images = [crop([subset.load(i)], epoch=0, indices=subset.positions[i : i + 1])[0] for i in range(len(subset))]
         flat = torch.stack([torch.from_numpy(image).flatten().float() for image in images])
         return flat - flat.mean(dim=1, keepdim=True)

@@ -49,7 +49,7 @@ def photos() -> list[np.ndarray]:
 
 @pytest.fixture
 def write_image() -> Callable[..., Path]:
-    """Write an array, or a plain image of a colour, to a file whose ending says the format."""
+    """Write an array, or a plain image of a color, to a file whose ending says the format."""
 
     def write(
         path: Path, image: np.ndarray | tuple[int, int, int] = (200, 50, 10), size: tuple[int, int] = (12, 8)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from patchmix.data.decode import DecodeError, decode, read_header, size_of, size_of_file
 
-# Four quarters of different colours, 24 high and 16 wide: any turn, flip or swapped channel shows.
+# Four quarters of different colors, 24 high and 16 wide: any turn, flip or swapped channel shows.
 PICTURE = np.zeros((24, 16, 3), np.uint8)
 PICTURE[:12, :8] = (200, 30, 40)
 PICTURE[:12, 8:] = (20, 180, 60)

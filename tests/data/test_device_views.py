@@ -1,4 +1,4 @@
-"""Colours changed in batches by torch, against the CPU path image by image, and against slow float versions."""
+"""Colors changed in batches by torch, against the CPU path image by image, and against slow float versions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from patchmix.build import build_loader, build_prepare
 from patchmix.config import Config, TrainConfig, ViewsConfig, differences, override
 from patchmix.data.decode import DecodeError
-from patchmix.data.device_views import Crops, change_colours, colour_rows
+from patchmix.data.device_views import Crops, change_colors, color_rows
 from patchmix.data.loader import Batch, Loader
 from patchmix.data.randomness import uniforms
 from patchmix.data.sources import open_source
 from patchmix.data.views import DRAWS, Parameters, View, Views, draw_parameters, render, two_views
 from patchmix.run import configure
-from tests.data.test_views import colourfulness_of, far_apart, gradient_of, mean_of, spread_of
+from tests.data.test_views import colorfulness_of, far_apart, gradient_of, mean_of, spread_of
 
 SIZE, MAX_SIGMA = 32, 2.0
 PLAIN = View(
@@ -36,7 +36,7 @@ def parameters(view: View, count: int) -> Parameters:
 
 def on_device(images: np.ndarray, drawn: Parameters) -> np.ndarray:
     """float (N, h, w, 3), unflipped."""
-    pixels = change_colours(torch.from_numpy(images), torch.from_numpy(colour_rows(drawn)), max_sigma=MAX_SIGMA)
+    pixels = change_colors(torch.from_numpy(images), torch.from_numpy(color_rows(drawn)), max_sigma=MAX_SIGMA)
     assert pixels.dtype == torch.float32
     assert pixels.is_contiguous()
     assert float(pixels.min()) >= -0.001
@@ -48,7 +48,7 @@ def on_cpu(images: np.ndarray, view: View, drawn: Parameters) -> np.ndarray:
     return render(view, list(images), replace(drawn, flip=np.zeros(len(images), bool))).astype(np.float64)
 
 
-# In grey levels: rounding to 8 bits is 0.25 on average and 0.5 at most, for each operation. OpenCV's matrices are fixed
+# In gray levels: rounding to 8 bits is 0.25 on average and 0.5 at most, for each operation. OpenCV's matrices are fixed
 # point, its blur's weights multiples of 1/256; hue and saturation in 8 bits can cost a dark or pale pixel several.
 @pytest.mark.parametrize(
     ("changes", "mean", "largest"),
@@ -131,10 +131,10 @@ def test_blur_is_a_gaussian_with_a_mirrored_border(size: int) -> None:
 
 
 def test_bf16_autocast_changes_nothing(small_images: np.ndarray) -> None:
-    images, rows = torch.from_numpy(small_images[:40]), torch.from_numpy(colour_rows(parameters(View(SIZE), 40)))
-    plain = change_colours(images, rows, max_sigma=MAX_SIGMA)
+    images, rows = torch.from_numpy(small_images[:40]), torch.from_numpy(color_rows(parameters(View(SIZE), 40)))
+    plain = change_colors(images, rows, max_sigma=MAX_SIGMA)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(change_colours(images, rows, max_sigma=MAX_SIGMA), plain)
+        assert torch.equal(change_colors(images, rows, max_sigma=MAX_SIGMA), plain)
 
 
 def test_a_gpu_could_run_it_without_the_host_waiting() -> None:
@@ -144,7 +144,7 @@ def test_a_gpu_could_run_it_without_the_host_waiting() -> None:
             FakeTensor(mode, torch.empty(shape, dtype=kind, device="meta"), torch.device("cuda:0"))
             for shape, kind in (((5, 9, 9, 3), torch.uint8), ((5, 2, 11), torch.float32))
         )
-        batch = Batch([images, images], torch.arange(5), None, epoch=0, bad=(), colours=rows)
+        batch = Batch([images, images], torch.arange(5), None, epoch=0, bad=(), colors=rows)
         for view in build_prepare(ViewsConfig(), 3)(batch):
             assert view.shape == (5, 3, 9, 9)
             assert view.device.type == "cuda"
@@ -170,15 +170,15 @@ class TestWhole:
         cpu, device = (next(loader.batches(3)) for loader in loaders)
         assert cpu.epoch == 1
         assert len(cpu.bad) >= bad
-        assert cpu.colours is None
-        assert device.colours is not None
-        assert device.colours.shape == (64, 4, 11)
+        assert cpu.colors is None
+        assert device.colors is not None
+        assert device.colors.shape == (64, 4, 11)
         assert cpu.indices.tolist() == device.indices.tolist()
         prepare = build_prepare(config.views, 3)
         for number, (one, other) in enumerate(zip(prepare(cpu), prepare(device), strict=True)):
             assert one.shape == other.shape == (64, 3, *(SIZE if number < 2 else 16,) * 2)
             assert other.is_contiguous()
-            error = (one - other).abs().mean(dim=(1, 2, 3)) * 255 * 0.226  # in grey levels
+            error = (one - other).abs().mean(dim=(1, 2, 3)) * 255 * 0.226  # in gray levels
             assert error.mean() < 1
             assert error.max() < 2.5
 
@@ -187,13 +187,13 @@ class TestWhole:
         images, indices = list(small_images), np.arange(len(small_images))
         cpu = Views(views, seed=1)(images, epoch=0, indices=indices)
         crops = Crops(views, seed=2)
-        rows = torch.from_numpy(crops.colours(epoch=0, indices=indices))
+        rows = torch.from_numpy(crops.colors(epoch=0, indices=indices))
         for number, pixels in enumerate(crops(images, epoch=0, indices=indices)):
-            changed = change_colours(torch.from_numpy(pixels), rows[:, number], max_sigma=MAX_SIGMA)
+            changed = change_colors(torch.from_numpy(pixels), rows[:, number], max_sigma=MAX_SIGMA)
             ours = changed.permute(0, 2, 3, 1).numpy()
-            for measure in (mean_of, spread_of, gradient_of, colourfulness_of):
+            for measure in (mean_of, spread_of, gradient_of, colorfulness_of):
                 assert not far_apart(measure(ours), measure(cpu[number])), measure.__name__
-            grays = [(colourfulness_of(each) < 0.5).mean() for each in (ours, cpu[number])]
+            grays = [(colorfulness_of(each) < 0.5).mean() for each in (ours, cpu[number])]
             assert abs(grays[0] - grays[1]) < 0.06
 
 
@@ -206,8 +206,8 @@ class TestLoading:
 
     @staticmethod
     def tensors(batch: Batch) -> list[Tensor]:
-        assert batch.colours is not None
-        return [batch.indices, *batch.views, batch.colours]
+        assert batch.colors is not None
+        return [batch.indices, *batch.views, batch.colors]
 
     def same(self, one: list[Batch], other: list[Batch]) -> None:
         for a, b in zip(one, other, strict=True):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from patchmix.data.decode import DecodeError
 from patchmix.data.folder import FolderSource, PathList, list_images
 from patchmix.data.loader import Loader
-from patchmix.data.views import CentreCrop
+from patchmix.data.views import CenterCrop
 
 Write = Callable[..., Path]
 
@@ -118,7 +118,7 @@ def test_a_file_that_vanishes_while_training_is_replaced_and_named(
 ) -> None:
     for i in range(16):
         write_image(tmp_path / f"{i:02d}.png", (10 * i, 0, 0))
-    batches = Loader(FolderSource(tmp_path, name="x"), CentreCrop(8), batch_size=4, seed=0, workers=workers).batches()
+    batches = Loader(FolderSource(tmp_path, name="x"), CenterCrop(8), batch_size=4, seed=0, workers=workers).batches()
     next(batches)
     (tmp_path / "05.png").unlink()
     (tmp_path / "11.png").unlink()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from patchmix.data.decode import DecodeError
 from patchmix.data.loader import Batch, Loader, one_pass
 from patchmix.data.memory import InMemorySource, from_array
-from patchmix.data.views import CentreCrop, Views, two_views
+from patchmix.data.views import CenterCrop, Views, two_views
 
 
 def numbered(length: int, *, bad: tuple[int, ...] = ()) -> InMemorySource:
@@ -188,8 +188,8 @@ class TestWorkers:
         script = tmp_path / "script.py"
         script.write_text(
             "import multiprocessing, sys, time\n"
-            "from patchmix.data import CentreCrop, Loader, open_source\n"
-            "batches = Loader(open_source('shapes:64'), CentreCrop(32), batch_size=8, seed=0, workers=2).batches()\n"
+            "from patchmix.data import CenterCrop, Loader, open_source\n"
+            "batches = Loader(open_source('shapes:64'), CenterCrop(32), batch_size=8, seed=0, workers=2).batches()\n"
             "next(batches)\n"
             "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
             + ("" if end == "exit" else "for _ in batches: time.sleep(0.01)\n")
@@ -281,8 +281,8 @@ class TestOnePass:
     def test_workers_give_the_same(self) -> None:
         source = numbered(33)
         same(
-            list(one_pass(source, CentreCrop(8), batch_size=5)),
-            list(one_pass(source, CentreCrop(8), batch_size=5, workers=2)),
+            list(one_pass(source, CenterCrop(8), batch_size=5)),
+            list(one_pass(source, CenterCrop(8), batch_size=5, workers=2)),
         )
         assert not multiprocessing.active_children()
 

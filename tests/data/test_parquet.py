@@ -16,7 +16,7 @@ from patchmix.data import parquet
 from patchmix.data.decode import DecodeError
 from patchmix.data.loader import Loader
 from patchmix.data.parquet import ParquetSource
-from patchmix.data.views import CentreCrop
+from patchmix.data.views import CenterCrop
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (25, 6, 5, 3), dtype=np.uint8)
 
@@ -105,7 +105,7 @@ def test_an_epoch_reads_each_row_group_about_once(tmp_path: Path, monkeypatch: p
     reads = []
     real = parquet._open
     monkeypatch.setattr(parquet, "_open", lambda file: reads.append(file) or real(file))
-    loader = Loader(source, CentreCrop(4), batch_size=16, seed=0)
+    loader = Loader(source, CenterCrop(4), batch_size=16, seed=0)
     seen = [index for batch in islice(loader.batches(), 25) for index in batch.indices.tolist()]
     assert sorted(seen) == list(range(400))
     assert len(reads) <= 130  # shuffled over everything, they would be about 400

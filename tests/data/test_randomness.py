@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchmix.data.randomness import hash_words, permutation, uniforms
+from patchmix.data.contract import Groups
+from patchmix.data.decode import DecodeError
+from patchmix.data.loader import Loader
+from patchmix.data.randomness import FullOrder, GroupedOrder, hash_words, lanes_for, order_of, permutation, uniforms
 
 
 def test_uniforms_are_uniform_and_uncorrelated() -> None:
@@ -49,3 +55,140 @@ def test_permutation_has_everything_once(length: int, seed: int, epoch: int) -> 
 
 def test_permutations_of_epochs_differ() -> None:
     assert len({tuple(permutation(50, 0, epoch).tolist()) for epoch in range(20)}) == 20
+
+
+# The order of an epoch.
+
+
+class Grouped:
+    """Tiny images in groups of given sizes; its labels are the positions."""
+
+    name, classes = "grouped", None
+
+    def __init__(self, counts: list[int], window: int, bad: tuple[int, ...] = ()) -> None:
+        self.groups = Groups(np.cumsum([0, *counts[:-1]]), window)
+        self.labels = np.arange(sum(counts))
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def load(self, index: int) -> np.ndarray:
+        if index in self.bad:
+            raise DecodeError(self.key(index), "broken")
+        return np.full((2, 2, 3), index % 256, np.uint8)
+
+    def key(self, index: int) -> str:
+        return f"g#{index}"
+
+    def fingerprint(self) -> str:
+        return "0"
+
+
+class Stack:
+    def __call__(self, images: list[np.ndarray], *, epoch: int, indices: np.ndarray) -> list[np.ndarray]:
+        return [np.stack(images)]
+
+
+def made(source: Grouped, batch_size: int, **options: int) -> Loader:
+    return Loader(source, Stack(), batch_size=batch_size, seed=3, **options)
+
+
+def indices(loader: Loader, count: int, start: int = 0) -> list[list[int]]:
+    batches = loader.batches(start)
+    taken = [batch.indices.tolist() for batch in islice(batches, count)]
+    batches.close()  # type: ignore[attr-defined]
+    return taken
+
+
+def flat(parts: list[list[int]]) -> list[int]:
+    return [index for part in parts for index in part]
+
+
+def slow_line(source: Grouped, window: int, seed: int, epoch: int) -> list[int]:
+    """What the docstring of GroupedOrder says, written down plainly."""
+    starts = [*source.groups.starts.tolist(), len(source)]
+    shuffled = permutation(len(starts) - 1, seed, epoch, 0).tolist()
+    line: list[int] = []
+    for number, first in enumerate(range(0, len(shuffled), window)):
+        samples = [s for g in shuffled[first : first + window] for s in range(starts[g], starts[g + 1])]
+        line += [samples[i] for i in permutation(len(samples), seed, epoch, 1 + number)]
+    return line
+
+
+counts_of_groups = st.lists(st.integers(0, 9), min_size=2, max_size=12).filter(lambda counts: sum(counts) >= 4)
+
+
+@given(counts=counts_of_groups, window=st.integers(1, 16), batch=st.integers(1, 16), epoch=st.integers(0, 3))
+@settings(deadline=None)
+def test_the_order_is_the_one_described(counts: list[int], window: int, batch: int, epoch: int) -> None:
+    source = Grouped(counts, window)
+    steps = len(source) // batch
+    order = GroupedOrder(source.groups, len(source), batch, 7)
+    lanes = lanes_for(batch, window)
+    line = np.array(slow_line(source, max(1, window // lanes), 7, epoch)[: steps * batch])
+    expected = line.reshape(lanes, steps, batch // lanes).transpose(1, 0, 2).reshape(steps, batch)
+    found = [order.batch(epoch, step).tolist() for step in range(steps)]
+    assert found == expected.tolist()
+    assert len(set(flat(found))) == steps * batch  # each image once, up to the last incomplete batch
+    for step in reversed(range(steps)):  # any step by itself, whatever was asked before
+        order.batch(epoch + 1, 0)
+        assert order.batch(epoch, step).tolist() == found[step]
+
+
+def test_a_source_without_groups_keeps_its_order() -> None:
+    source = Grouped([50], 4)
+    assert isinstance(order_of(source, 8, 3), FullOrder)
+    whole = permutation(50, 3, 1)
+    assert flat(indices(made(source, 8), 6, 6)) == whole[:48].tolist()
+
+
+@given(start=st.integers(0, 20), world=st.sampled_from([1, 2, 4]), accumulate=st.sampled_from([1, 2]))
+@settings(deadline=None, max_examples=20)
+def test_resume_is_exact(start: int, world: int, accumulate: int) -> None:
+    loader = made(Grouped([7, 13, 5, 9, 11, 3, 8], 4), 8, rank=world - 1, world_size=world, accumulate=accumulate)
+    whole = indices(loader, 24 * accumulate)
+    assert indices(loader, (24 - start) * accumulate, start) == whole[start * accumulate :]
+
+
+def test_two_ranks_of_two_workers_see_each_image_once() -> None:
+    source = Grouped([16] * 8, 4)
+    seen = [flat(indices(made(source, 16, rank=rank, world_size=2, workers=2), 8)) for rank in range(2)]
+    assert sorted(seen[0] + seen[1]) == list(range(128))
+    again = [flat(indices(made(source, 16, rank=rank, world_size=2), 8)) for rank in range(2)]
+    assert seen == again
+
+
+def test_epochs_and_seeds_differ_and_groups_are_mixed() -> None:
+    order = GroupedOrder(Grouped([100] * 20, 8).groups, 2000, 64, 1)
+    first, second = (np.concatenate([order.batch(epoch, s) for s in range(31)]) for epoch in (0, 1))
+    other = GroupedOrder(Grouped([100] * 20, 8).groups, 2000, 64, 2).batch(0, 0)
+    assert (first != second).mean() > 0.9
+    assert (first[:64] != other).mean() > 0.9
+    batch_groups = [len(set((order.batch(0, s) // 100).tolist())) for s in range(31)]
+    assert min(batch_groups) >= 6  # about 8 groups in each batch, as the window says
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_a_process_reads_few_groups_at_a_time(world: int) -> None:
+    source = Grouped([32] * 64, 16)
+    most = 0
+    for rank in range(world):
+        seen = indices(made(source, 64, rank=rank, world_size=world), 32)
+        most = max(most, max(len({i // 32 for i in flat(seen[s : s + 2])}) for s in range(0, 32, 2)))
+    assert most <= 2 * 16 // world  # two windows of each of its lanes, while they change
+
+
+def test_lanes_divide_the_batch_and_the_window() -> None:
+    assert [lanes_for(b, w) for b, w in ((64, 64), (64, 4), (12, 64), (7, 64), (64, 1))] == [8, 4, 4, 1, 1]
+
+
+def test_a_bad_image_is_replaced_from_its_own_group_and_else_from_anywhere() -> None:
+    source = Grouped([20] * 5, 2, bad=(3, 8, 25, 31, 66, 67, 85, 99, *range(40, 60)))
+    asked = flat(indices(made(Grouped([20] * 5, 2), 20), 5))
+    used = flat(indices(made(source, 20), 5))
+    replaced = {a: u for a, u in zip(asked, used, strict=True) if a != u}
+    assert set(replaced) == set(source.bad)
+    near = {a: u for a, u in replaced.items() if a // 20 != 2}
+    assert len(near) == 8 and all(a // 20 == u // 20 for a, u in near.items())  # by chance: 1 in 5**8
+    assert not {u // 20 for u in replaced.values()} & {2}

@@ -21,9 +21,9 @@ def picture(seed: int, height: int, width: int) -> np.ndarray:
     """Soft shapes with some texture, as photos have: noise at several scales."""
     random = np.random.default_rng(seed)
     image = np.zeros((height, width, 3))
-    for scale, weight, colours in ((4, 25.0, 3), (12, 15.0, 3), (24, 25.0, 1), (80, 8.0, 1)):
-        noise = random.normal(0, weight, (scale, scale, colours)).astype(np.float32)
-        image += cv2.resize(noise, (width, height), interpolation=cv2.INTER_CUBIC).reshape(height, width, colours)
+    for scale, weight, colors in ((4, 25.0, 3), (12, 15.0, 3), (24, 25.0, 1), (80, 8.0, 1)):
+        noise = random.normal(0, weight, (scale, scale, colors)).astype(np.float32)
+        image += cv2.resize(noise, (width, height), interpolation=cv2.INTER_CUBIC).reshape(height, width, colors)
     return np.clip(image + 128, 0, 255).astype(np.uint8)
 
 

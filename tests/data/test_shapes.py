@@ -7,9 +7,9 @@ import torch
 from patchmix.data.shapes import CLASSES, SIZE, _ground, _outline, draw_shapes, shapes_source
 
 
-def nearest_neighbour_accuracy(train: np.ndarray, test: np.ndarray, neighbours: int) -> float:
+def nearest_neighbour_accuracy(train: np.ndarray, test: np.ndarray, neighbors: int) -> float:
     """Share of test rows whose class (row number mod 10) wins the vote among the nearest training rows."""
-    nearest = torch.cdist(torch.from_numpy(test), torch.from_numpy(train)).topk(neighbours, largest=False).indices
+    nearest = torch.cdist(torch.from_numpy(test), torch.from_numpy(train)).topk(neighbors, largest=False).indices
     votes = torch.nn.functional.one_hot(nearest % 10, 10).sum(1)
     return float((votes.argmax(1) == torch.arange(len(test)) % 10).float().mean())
 

@@ -21,7 +21,7 @@ from patchmix.data.shard_index import ShardIndex
 from patchmix.data.shard_names import by_split, expand_braces
 from patchmix.data.shards import ShardSource
 from patchmix.data.sources import has_split, open_source
-from patchmix.data.views import CentreCrop
+from patchmix.data.views import CenterCrop
 from patchmix.data.write_shards import write_shards
 from tests.data.test_parquet import png
 from tests.data.test_tar import archive
@@ -110,7 +110,7 @@ class TestReading:
         (tmp_path / "moved" / "part-005.tar").write_bytes(shard(50, 9))
         assert opened(tmp_path / "moved").fingerprint() != first
 
-    def test_some_without_labels_make_it_unlabelled(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_some_without_labels_make_it_unlabeled(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (folder / "part-001.tar").write_bytes(shard(10, 10, labels=False))
         assert opened(folder).labels is None
         assert "10 of 60 samples" in capsys.readouterr().err
@@ -119,8 +119,8 @@ class TestReading:
         write_shards("shapes:64", tmp_path / "w", split="train", per_shard=10, progress=False)
         shards, original = opened(tmp_path / "w"), open_source("shapes:64")
         order = [int(shards.key(i).rpartition("/")[2][:9]) for i in range(64)]
-        (a,) = one_pass(shards, CentreCrop(32), batch_size=64)
-        (b,) = one_pass(original, CentreCrop(32), batch_size=64)
+        (a,) = one_pass(shards, CenterCrop(32), batch_size=64)
+        (b,) = one_pass(original, CenterCrop(32), batch_size=64)
         assert bool((a.views[0] == b.views[0][order]).all())
         assert a.labels is not None and b.labels is not None
         assert bool((a.labels == b.labels[order]).all())
@@ -149,7 +149,7 @@ class TestDamage:
         source = opened(folder)
         with pytest.raises(DecodeError, match=r"part-000\.tar/0000\.png: "):
             source.load(0)
-        batches = list(islice(Loader(source, CentreCrop(4), batch_size=10, seed=0).batches(), 6))
+        batches = list(islice(Loader(source, CenterCrop(4), batch_size=10, seed=0).batches(), 6))
         assert sum(len(batch.bad) for batch in batches) >= 1
         assert all(0 not in batch.indices.tolist() for batch in batches)
 
@@ -254,7 +254,7 @@ def _places(index: ShardIndex) -> list[tuple[int, int, int]]:
 class TestOrder:
     def test_resume_mid_epoch_is_exact(self, folder: Path) -> None:
         def order(start: int, count: int, **options: int) -> list[list[int]]:
-            batches = Loader(opened(folder), CentreCrop(4), batch_size=8, seed=1, **options).batches(start)
+            batches = Loader(opened(folder), CenterCrop(4), batch_size=8, seed=1, **options).batches(start)
             taken = [batch.indices.tolist() for batch in islice(batches, count)]
             batches.close()  # type: ignore[attr-defined]
             return taken

@@ -55,7 +55,7 @@ class TestShapes:
 
 
 class TestFolders:
-    def test_without_split_is_unlabelled(self, tmp_path: Path, write_image: Write) -> None:
+    def test_without_split_is_unlabeled(self, tmp_path: Path, write_image: Write) -> None:
         root = tmp_path / "photos"
         for name in ("cat/1.png", "dog/2.png", "3.png"):
             write_image(root / name)

@@ -17,7 +17,7 @@ from patchmix.data.views import (
     DRAWS,
     IMAGENET_MEAN,
     IMAGENET_STD,
-    CentreCrop,
+    CenterCrop,
     Parameters,
     View,
     Views,
@@ -100,7 +100,7 @@ class TestRandomness:
                 np.testing.assert_array_equal(whole[part], piece)
 
     def test_an_empty_batch_has_empty_views(self) -> None:
-        for transform in (Views(CIFAR, seed=0), CentreCrop(32)):
+        for transform in (Views(CIFAR, seed=0), CenterCrop(32)):
             for view in transform([], epoch=0, indices=np.empty(0, np.int64)):
                 assert view.shape == (0, 32, 32, 3)
 
@@ -206,9 +206,9 @@ class TestPixels:
         random.seed(0)
         plain = pipeline(view)
         theirs = np.stack([np.asarray(plain(Image.fromarray(image))) for image in images])
-        for measure in (mean_of, spread_of, gradient_of, colourfulness_of):
+        for measure in (mean_of, spread_of, gradient_of, colorfulness_of):
             assert not far_apart(measure(ours), measure(theirs)), measure.__name__
-        ours_gray, theirs_gray = (colourfulness_of(views) < 0.5 for views in (ours, theirs))
+        ours_gray, theirs_gray = (colorfulness_of(views) < 0.5 for views in (ours, theirs))
         assert abs(ours_gray.mean() - theirs_gray.mean()) < 0.06
 
     def test_the_views_are_contiguous_and_not_the_input(self, small_images: np.ndarray) -> None:
@@ -241,14 +241,14 @@ def gradient_of(views: np.ndarray) -> np.ndarray:
     return np.abs(np.diff(views.astype(float), axis=2)).mean(axis=(1, 2, 3))
 
 
-def colourfulness_of(views: np.ndarray) -> np.ndarray:
+def colorfulness_of(views: np.ndarray) -> np.ndarray:
     return (views.max(axis=3).astype(float) - views.min(axis=3)).mean(axis=(1, 2))
 
 
-class TestCentreCrop:
+class TestCenterCrop:
     @pytest.mark.parametrize(("size", "resize"), [(32, None), (96, 110), (128, None), (64, 65)])
     def test_equals_torchvision(self, size: int, resize: int | None, photos: list[np.ndarray]) -> None:
-        (ours,) = CentreCrop(size, resize=resize)(photos, epoch=0, indices=np.arange(len(photos)))
+        (ours,) = CenterCrop(size, resize=resize)(photos, epoch=0, indices=np.arange(len(photos)))
         bicubic = T.InterpolationMode.BICUBIC
         for mine, photo in zip(ours, photos, strict=True):
             theirs = TF.center_crop(TF.resize(Image.fromarray(photo), [resize or size], bicubic), [size])
@@ -256,7 +256,7 @@ class TestCentreCrop:
 
     def test_a_crop_larger_than_the_image_is_refused(self) -> None:
         with pytest.raises(ValueError, match="resize 20 must be at least"):
-            CentreCrop(32, resize=20)
+            CenterCrop(32, resize=20)
 
 
 def test_to_float_equals_torchvision(small_images: np.ndarray) -> None:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from patchmix.data.shapes import shapes_source
 from patchmix.data.views import to_float
 from patchmix.evaluate import stored
-from patchmix.evaluate.features import Part, Subset, extract, progress_bar, usual_resize
+from patchmix.evaluate.features import Part, Subset, extract, usual_resize
 from patchmix.evaluate.labelled import held_out, open_labelled
 from patchmix.evaluate.stored import Reader, encoder_name
 from patchmix.interop.backbone import Backbone
+from patchmix.progress import progress_bar
 from tests.evaluate.conftest import make_backbone
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from patchmix.data.contract import Groups, groups_of
-from patchmix.data.order import GroupedOrder, order_of
+from patchmix.data.randomness import GroupedOrder, order_of
 from patchmix.data.shapes import shapes_source
 from patchmix.data.sources import open_source
 from patchmix.data.write_shards import write_shards

@@ -14,7 +14,7 @@ from patchmix.data.sources import (
 from patchmix.data.views import (
     IMAGENET_MEAN,
     IMAGENET_STD,
-    CentreCrop,
+    CenterCrop,
     Transform,
     View,
     Views,
@@ -26,7 +26,7 @@ __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
     "Batch",
-    "CentreCrop",
+    "CenterCrop",
     "DecodeError",
     "InMemorySource",
     "Loader",

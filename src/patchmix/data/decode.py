@@ -150,9 +150,9 @@ def _jpeg_header(data: bytes) -> Header | None:
 
 
 def _png_header(data: bytes) -> Header:
-    width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
-    simple = depth == 8 and colour in (0, 2)
-    # Transparent colour, orientation and animation live in chunks of their own. A chance match inside the
+    width, height, depth, color = struct.unpack_from(">IIBB", data, 16)
+    simple = depth == 8 and color in (0, 2)
+    # Transparent color, orientation and animation live in chunks of their own. A chance match inside the
     # compressed pixels only means the slower way.
     simple = simple and not any(chunk in data for chunk in (b"tRNS", b"eXIf", b"acTL"))
     return Header(height, width, simple)
@@ -203,13 +203,13 @@ def _decode_pillow(data: bytes, key: str, max_pixels: int, reduction: int = 1) -
 
 def _to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
     if image.mode.startswith("I"):  # 16 bits, kept in 32 by some decoders
-        grey = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
-        return np.repeat(grey[:, :, None], 3, axis=2)
+        gray = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
+        return np.repeat(gray[:, :, None], 3, axis=2)
     if image.mode == "F":
         values = np.nan_to_num(np.asarray(image, dtype=np.float64))
         scale = 255.0 if values.size and values.max() <= 1.0 else 1.0  # 0…1, or 0…255
-        grey = np.clip(np.rint(values * scale), 0, 255).astype(np.uint8)
-        return np.repeat(grey[:, :, None], 3, axis=2)
+        gray = np.clip(np.rint(values * scale), 0, 255).astype(np.uint8)
+        return np.repeat(gray[:, :, None], 3, axis=2)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))

@@ -1,15 +1,15 @@
-"""The colour half of the views, for whole batches on the device, with the parameters that views.py draws.
+"""A batch of uint8 views → normalized float images on the device, where colors may be changed as well.
 
-Workers crop, resize and flip; what was drawn for the rest comes along as numbers. The operations are those of
-adjust.py in their order, in float32 and without 8 bits in between. Flipping commutes with all of them. Nothing loops
-over images, and nothing makes the host wait for the device: every shape is known beforehand.
+With `--views device` the workers only crop, resize and flip; the parameters of the colors come along as numbers. The
+operations are those of pixels.py in their order, in float32 and without 8 bits in between. Flipping commutes with all
+of them. Nothing loops over images, and nothing makes the host wait for the device: all shapes are known beforehand.
 
 Shapes: N images in a batch, V views, h = w = a view's size.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,19 +17,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchmix.data.adjust import BLUR_REACH, LUMA
+from patchmix.data.contract import Indices
 from patchmix.data.decode import Pixels, Reduced
+from patchmix.data.loader import Batch
+from patchmix.data.pixels import BLUR_REACH, LUMA
 from patchmix.data.randomness import uniforms
-from patchmix.data.views import DRAWS, Indices, Parameters, View, Views, draw_parameters
+from patchmix.data.views import DRAWS, Parameters, View, Views, as_channels, draw_parameters, normalize_, to_float
 
-# What a view does to an image's colours, as a row of numbers. An image without jitter has factors 1 and hue 0.
+# What a view does to an image's colors, as a row of numbers. An image without jitter has factors 1 and hue 0.
 _ORDER = slice(0, 4)  # 0 brightness, 1 contrast, 2 saturation, 3 hue
 _FACTORS = slice(4, 7)  # of the first three
-_HUE, _GRAY, _SIGMA, _SOLARIZE = 7, 8, 9, 10  # turns of the colour circle; 0 or 1; pixels, 0 for none; 0 or 1
+_HUE, _GRAY, _SIGMA, _SOLARIZE = 7, 8, 9, 10  # turns of the color circle; 0 or 1; pixels, 0 for none; 0 or 1
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """A batch → the images that a method takes: per view float32 (N, in_chans, h, w), on the batch's device."""
+
+    mean: Sequence[float]
+    std: Sequence[float]
+    in_chans: int = 3
+    max_sigma: float = 2.0  # of any view's blur
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        return [as_channels(self._normalized(batch, number), self.in_chans) for number in range(len(batch.views))]
+
+    def _normalized(self, batch: Batch, number: int) -> Tensor:
+        if batch.colors is None:  # changed by the workers
+            return to_float(batch.views[number], self.mean, self.std)
+        pixels = change_colors(batch.views[number], batch.colors[:, number], max_sigma=self.max_sigma)
+        return normalize_(pixels, self.mean, self.std)
 
 
 class Crops:
-    """The transform of pre-training with `--views device`: the crops and flips of `Views`, their colours unchanged."""
+    """The transform of pre-training with `--views device`: the crops and flips of `Views`, their colors unchanged."""
 
     def __init__(self, views: Sequence[View], *, seed: int) -> None:
         self.views = tuple(views)
@@ -43,25 +64,25 @@ class Crops:
     def reduction(self, height: int, width: int, *, epoch: int, index: int) -> int:
         return self._crops.reduction(height, width, epoch=epoch, index=index)
 
-    def colours(self, *, epoch: int, indices: Indices) -> npt.NDArray[np.float32]:
-        """What is left to do: (N, V, 11), for `change_colours`."""
+    def colors(self, *, epoch: int, indices: Indices) -> npt.NDArray[np.float32]:
+        """What is left to do: (N, V, 11), for `change_colors`."""
         any_size = np.ones((len(indices), 2), np.int64)  # only crops depend on it
         rows = []
         for number, view in enumerate(self.views):
             draw = uniforms(DRAWS, self.seed, epoch, indices, number)
-            rows.append(colour_rows(draw_parameters(view, any_size, draw)))
+            rows.append(color_rows(draw_parameters(view, any_size, draw)))
         return np.stack(rows, axis=1)
 
 
-def colour_rows(drawn: Parameters) -> npt.NDArray[np.float32]:
-    """The parameters of N images in one view as `change_colours` takes them: (N, 11)."""
+def color_rows(drawn: Parameters) -> npt.NDArray[np.float32]:
+    """The parameters of N images in one view as `change_colors` takes them: (N, 11)."""
     factors = [np.where(drawn.jitter, f, 1.0) for f in (drawn.brightness, drawn.contrast, drawn.saturation)]
     hue = np.where(drawn.jitter, drawn.hue, 0) / 256
     columns = [*drawn.order.T, *factors, hue, drawn.gray, drawn.sigma, drawn.solarize]
     return np.stack(columns, axis=1).astype(np.float32)
 
 
-def change_colours(images: Tensor, rows: Tensor, *, max_sigma: float) -> Tensor:
+def change_colors(images: Tensor, rows: Tensor, *, max_sigma: float) -> Tensor:
     """uint8 (N, h, w, 3), rows (N, 11) → float32 (N, 3, h, w) in 0…255, contiguous; no sigma is above `max_sigma`."""
     pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     order, factors = rows[:, _ORDER], rows[:, _FACTORS]
@@ -90,7 +111,7 @@ def _luma(pixels: Tensor) -> Tensor:
 
 
 def _blend(pixels: Tensor, operation: Tensor, factors: Tensor, *, active: Tensor) -> Tensor:
-    """Brightness, contrast or saturation, for each image its own: towards black, its mean grey or each pixel's grey.
+    """Brightness, contrast or saturation, for each image its own: towards black, its mean gray or each pixel's gray.
 
     operation, active: (N,); factors: (N, 3). Images that are not active stay as they are.
     """
@@ -103,11 +124,11 @@ def _blend(pixels: Tensor, operation: Tensor, factors: Tensor, *, active: Tensor
 
 
 def _turn_hue(pixels: Tensor, turn: Tensor) -> Tensor:
-    """Through HSV and back, without its saturation; `turn`: (N, 1, 1, 1), in whole turns of the colour circle."""
+    """Through HSV and back, without its saturation; `turn`: (N, 1, 1, 1), in whole turns of the color circle."""
     red, green, blue = pixels.chunk(3, dim=1)
     value = pixels.amax(dim=1, keepdim=True)
     chroma = value - pixels.amin(dim=1, keepdim=True)
-    unit = chroma.clamp(min=1e-6)  # grey has no hue: then any one does
+    unit = chroma.clamp(min=1e-6)  # gray has no hue: then any one does
     by_green = torch.where(value == green, (blue - red) / unit + 2, (red - green) / unit + 4)
     sixths = torch.where(value == red, (green - blue) / unit, by_green) + 6 * turn  # of the circle
     shifts = torch.arange(5, 0, -2, device=pixels.device).view(3, 1, 1)  # of red, green and blue

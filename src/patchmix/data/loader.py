@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from patchmix.data.contract import Encoded, Indices, Source, groups_of
 from patchmix.data.decode import DecodeError, Pixels, Reduced, decode_reduced, size_of
-from patchmix.data.order import order_of
-from patchmix.data.randomness import hash_words
+from patchmix.data.randomness import hash_words, order_of
 from patchmix.data.views import Transform
 
 Request = tuple[int, Indices]  # an epoch, and dataset positions (n,)
@@ -46,13 +45,13 @@ class Batch:
     labels: Tensor | None  # int64 (n,)
     epoch: int
     bad: tuple[str, ...]  # "key: reason" of the samples that could not be decoded
-    colours: Tensor | None = None  # float32 (n, views, 11): what device_views.py still has to do
+    colors: Tensor | None = None  # float32 (n, views, 11): what device_views.py still has to do
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         labels = None if self.labels is None else change(self.labels)
-        colours = None if self.colours is None else change(self.colours)
+        colors = None if self.colors is None else change(self.colors)
         views = [change(view) for view in self.views]
-        return replace(self, views=views, indices=change(self.indices), labels=labels, colours=colours)
+        return replace(self, views=views, indices=change(self.indices), labels=labels, colors=colors)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
         """The same batch on another device."""
@@ -66,7 +65,7 @@ class Batch:
 class Loader:
     """Endless shuffled batches for training.
 
-    `batch_size` is the global batch of one optimiser step; each process gets `accumulate` micro-batches of
+    `batch_size` is the global batch of one optimizer step; each process gets `accumulate` micro-batches of
     batch_size / (world_size * accumulate) per step. A last incomplete global batch of an epoch is dropped.
     """
 
@@ -117,7 +116,7 @@ class Loader:
         self._timeout_minutes = timeout_minutes
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
-        """Micro-batch after micro-batch without end, from optimiser step `start_step` on."""
+        """Micro-batch after micro-batch without end, from optimizer step `start_step` on."""
         if start_step < 0:
             raise ValueError(f"start step {start_step} must be 0 or more; take 0 to begin at the beginning")
         requests = _Requests(lambda: self._requests(start_step))
@@ -194,14 +193,14 @@ class _SkippingBatches(Dataset[Batch | ValueError]):
         indices = np.array(used, np.int64)
         views = self._transform(images, epoch=epoch, indices=indices)
         labels = self._source.labels
-        colours = getattr(self._transform, "colours", None)
+        colors = getattr(self._transform, "colors", None)
         return Batch(
             views=[torch.from_numpy(view) for view in views],
             indices=torch.from_numpy(indices),
             labels=None if labels is None else torch.from_numpy(labels[indices]),
             epoch=epoch,
             bad=tuple(bad),
-            colours=None if colours is None else torch.from_numpy(colours(epoch=epoch, indices=indices)),
+            colors=None if colors is None else torch.from_numpy(colors(epoch=epoch, indices=indices)),
         )
 
     def _read(self, epoch: int, position: int) -> Pixels | Reduced:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from patchmix.data.contract import Indices, Labels, Source, groups_of
 from patchmix.data.decode import DecodeError, Pixels
-from patchmix.data.progress import progress_bar
 from patchmix.data.randomness import permutation
+from patchmix.progress import progress_bar
 
 _CHUNK = 128  # samples that a thread takes at once
 _TRIED_GROUPS = 8  # shards or row groups that a first check reads from

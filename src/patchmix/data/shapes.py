@@ -1,6 +1,6 @@
-"""Ten classes of coloured shapes, generated: a set that needs no files and that raw pixels do not solve.
+"""Ten classes of colored shapes, generated: a set that needs no files and that raw pixels do not solve.
 
-An image shows nine shapes of one class over a dark textured ground. Place, size, angle and colour of each are random,
+An image shows nine shapes of one class over a dark textured ground. Place, size, angle and color of each are random,
 and so is the texture: none of them says anything about the class, and none is common to an image. What two crops of an
 image have in common is the kind of shape, which is what an encoder is to find.
 """
@@ -53,12 +53,12 @@ def draw_shapes(split: Split, length: int) -> Pixels:
     offset = (draw[:, None, :2] - 0.5) * _CELL  # of the whole grid
     each = draw[:, 2:].reshape(length, count, 7)
     cells = np.stack(np.divmod(np.arange(count), _SIDE), axis=1) + 0.5
-    centre = (cells + 0.5 * (each[:, :, :2] - 0.5)) * _CELL + offset
+    center = (cells + 0.5 * (each[:, :, :2] - 0.5)) * _CELL + offset
     radius = _CELL * (0.40 + 0.08 * each[:, :, 2])
     angle = each[:, :, 3] * 2 * np.pi
     turn = np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], axis=2).reshape(length, count, 2, 2)
     hsv = np.stack([each[:, :, 4] * 180, 120 + 135 * each[:, :, 5], 180 + 75 * each[:, :, 6]], axis=2)
-    colour = cv2.cvtColor(hsv.astype(np.uint8), cv2.COLOR_HSV2RGB).tolist()
+    color = cv2.cvtColor(hsv.astype(np.uint8), cv2.COLOR_HSV2RGB).tolist()
 
     outlines = [_outline(name) for name in CLASSES]
     ground = _ground(split, length)
@@ -66,18 +66,18 @@ def draw_shapes(split: Split, length: int) -> Pixels:
     for i in range(length):
         image = np.clip(cv2.resize(ground[i], (SIZE, SIZE)), 0, 255).astype(np.uint8)
         placed = [
-            (part @ turn[i].transpose(0, 2, 1)) * radius[i, :, None, None] + centre[i, :, None]
+            (part @ turn[i].transpose(0, 2, 1)) * radius[i, :, None, None] + center[i, :, None]
             for part in outlines[i % len(CLASSES)]
         ]  # per part: (9, corners, 2)
         fixed = [np.rint((part - 0.5) * (1 << _SHIFT)).astype(np.int32) for part in placed]
         for k in range(count):
-            cv2.fillPoly(image, [part[k] for part in fixed], colour[i][k], cv2.LINE_AA, _SHIFT)
+            cv2.fillPoly(image, [part[k] for part in fixed], color[i][k], cv2.LINE_AA, _SHIFT)
         images[i] = image
     return images
 
 
 def _ground(split: Split, length: int) -> npt.NDArray[np.float32]:
-    """Coarse colour noise around one and the same mean: float32 (length, 5, 5, 3), in 0…255."""
+    """Coarse color noise around one and the same mean: float32 (length, 5, 5, 3), in 0…255."""
     draw = uniforms(_POINTS * _POINTS * 3, _SEED + 1, int(split == "test"), np.arange(length)).astype(np.float32)
     noise = np.float32(_GROUND) + (draw - np.float32(0.5)) * np.float32(_ROUGHNESS)
     return noise.reshape(length, _POINTS, _POINTS, 3)

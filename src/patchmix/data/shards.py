@@ -16,8 +16,8 @@ import numpy as np
 from patchmix.data import remote
 from patchmix.data.contract import Groups, Labels
 from patchmix.data.decode import DecodeError, Pixels, decode, size_of
-from patchmix.data.progress import progress_bar
 from patchmix.data.shard_index import ShardIndex, cache_root, join, remember, remembered, scanned
+from patchmix.progress import progress_bar
 
 _OPEN_FILES = 16  # in each process
 _MOST_SHARDS = 64  # in use at a time
@@ -221,7 +221,7 @@ def _tell_losses(index: ShardIndex, name: str) -> None:
         _warn(f"{len(damaged) - _NAMED} more shards of {name} have members that were skipped")
     missing = int((index.labels < 0).sum())
     if 0 < missing < len(index.labels):
-        _warn(f"{missing} of {len(index.labels)} samples of {name} have no label; it counts as unlabelled")
+        _warn(f"{missing} of {len(index.labels)} samples of {name} have no label; it counts as unlabeled")
 
 
 def _warn(text: str) -> None:

@@ -126,11 +126,11 @@ def _local(data: str | Path) -> Path | None:
 
 
 def _unknown(data: str, path: Path) -> str:
-    neighbours = {str(path.parent / entry.name): entry.name for entry in _entries(path.parent)}
+    neighbors = {str(path.parent / entry.name): entry.name for entry in _entries(path.parent)}
     close = difflib.get_close_matches(data, NAMES, n=1, cutoff=0.5)
     if not close:
-        names = difflib.get_close_matches(path.name, list(neighbours.values()), n=1)
-        close = [shown for shown, name in neighbours.items() if name in names][:1]
+        names = difflib.get_close_matches(path.name, list(neighbors.values()), n=1)
+        close = [shown for shown, name in neighbors.items() if name in names][:1]
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"data {data!r} is neither a name nor a path that exists; {hint}DATA is {FORMS}"
 

@@ -1,13 +1,13 @@
 """Images → augmented views, with torchvision's parameters and meaning, on uint8 in OpenCV.
 
-The order is MoCo v3's: crop, jitter, grey, blur, solarise, flip. What happens to an image is a pure function of
+The order is MoCo v3's: crop, jitter, gray, blur, solarize, flip. What happens to an image is a pure function of
 (seed, epoch, index, view). All parameters of a batch are drawn at once; only the pixel work goes image by image.
 
 Shapes: N images in a batch, h = w = a view's size.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import cv2
@@ -16,16 +16,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from patchmix.data import adjust
+from patchmix.data.contract import Indices
 from patchmix.data.decode import Pixels, Reduced
+from patchmix.data.pixels import (
+    GRAY,
+    adjust_contrast,
+    blur,
+    brightness_matrices,
+    contrast_matrices,
+    resize,
+    saturation_matrices,
+    solarize,
+    turn_hue,
+)
 from patchmix.data.randomness import uniforms
-from patchmix.data.resize import resize
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.int64]
 
 # How much finer than its view a crop of a reduced image must be. Reduced views lose a little of their gradients: 4 % at
 # 1, 2 % at 1.5, 1 % at 2.
@@ -61,11 +70,17 @@ class View:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)} is a largest change; give a number in 0…1")
         if not 0 <= self.hue <= 0.5:
-            raise ValueError(f"hue {self.hue} is a largest turn of the colour circle; give a number in 0…0.5")
+            raise ValueError(f"hue {self.hue} is a largest turn of the color circle; give a number in 0…0.5")
         for name in ("area", "ratio", "sigma"):
             low, high = getattr(self, name)
             if not 0 < low <= high or (name == "area" and high > 1):
                 raise ValueError(f"{name} {(low, high)} is a range; give 0 < low <= high{' <= 1' * (name == 'area')}")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], **changes: Any) -> "View":
+        """The view of settings with these names; other settings are ignored, and `changes` come first."""
+        known = {field.name for field in fields(cls)} & settings.keys()
+        return cls(**{**{name: settings[name] for name in known}, **changes})
 
 
 def two_views(size: int, area: tuple[float, float] = (0.05, 1.0)) -> tuple[View, View]:
@@ -111,7 +126,7 @@ class Views:
         return largest
 
 
-class CentreCrop:
+class CenterCrop:
     """The transform of evaluation: shorter side → `resize` (None: `size`), then the central `size` x `size`."""
 
     def __init__(self, size: int, *, resize: int | None = None) -> None:
@@ -134,16 +149,21 @@ class CentreCrop:
 
 
 def to_float(images: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> Tensor:
-    """uint8 (N, h, w, 3) on any device → normalised float32 (N, 3, h, w), contiguous."""
+    """uint8 (N, h, w, 3) on any device → normalized float32 (N, 3, h, w), contiguous."""
     return normalize_(images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format), mean, std)
 
 
 def normalize_(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """float32 (N, 3, h, w) in 0…255 → normalised, in place."""
+    """float32 (N, 3, h, w) in 0…255 → normalized, in place."""
     # Channel by channel, with numbers: a tensor of them would make the host wait for the device.
     for plane, m, s in zip(pixels.unbind(dim=1), mean, std, strict=True):
         plane.mul_(1 / (255 * s)).add_(-m / s)
     return pixels
+
+
+def as_channels(images: Tensor, in_chans: int) -> Tensor:
+    """(N, 3, h, w) → (N, in_chans, h, w); one channel is the mean of the normalized three."""
+    return images if in_chans == 3 else images.mean(dim=1, keepdim=True)
 
 
 # Where each random number of a view stands in its row of draws.
@@ -165,7 +185,7 @@ class Parameters:
     brightness: Floats  # (N,): factors
     contrast: Floats
     saturation: Floats
-    hue: Indices  # (N,): in 1/256 of the colour circle, 0…255
+    hue: Indices  # (N,): in 1/256 of the color circle, 0…255
     gray: npt.NDArray[np.bool_]
     sigma: Floats  # (N,), 0 where there is no blur
     solarize: npt.NDArray[np.bool_]
@@ -238,9 +258,9 @@ def render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixe
     """The pixel work of one view: uint8 (N, h, w, 3)."""
     size = view.size
     out = np.empty((len(images), size, size, 3), np.uint8)
-    brighten = adjust.brightness_matrices(parameters.brightness)
-    contrast = adjust.contrast_matrices(parameters.contrast)
-    saturate = adjust.saturation_matrices(parameters.saturation)
+    brighten = brightness_matrices(parameters.brightness)
+    contrast = contrast_matrices(parameters.contrast)
+    saturate = saturation_matrices(parameters.saturation)
     # Lists, because reading a NumPy array one number at a time is slow.
     boxes, orders, hues = parameters.box.tolist(), parameters.order.tolist(), parameters.hue.tolist()
     jitters, grays, sigmas = parameters.jitter.tolist(), parameters.gray.tolist(), parameters.sigma.tolist()
@@ -253,17 +273,17 @@ def render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixe
                 if operation == 0:
                     pixels = cv2.transform(pixels, brighten[i])
                 elif operation == 1:
-                    pixels = adjust.adjust_contrast(pixels, contrast[i])
+                    pixels = adjust_contrast(pixels, contrast[i])
                 elif operation == 2:
                     pixels = cv2.transform(pixels, saturate[i])
                 elif hues[i]:
-                    pixels = adjust.turn_hue(pixels, hues[i])
+                    pixels = turn_hue(pixels, hues[i])
         if grays[i]:
-            pixels = cv2.transform(pixels, adjust.GRAY)
+            pixels = cv2.transform(pixels, GRAY)
         if sigmas[i]:
-            pixels = adjust.blur(pixels, sigmas[i])
+            pixels = blur(pixels, sigmas[i])
         if solarizes[i]:
-            pixels = adjust.solarize(pixels)
+            pixels = solarize(pixels)
         if flips[i]:
             cv2.flip(pixels, 1, dst=out[i])
         else:

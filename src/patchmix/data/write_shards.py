@@ -22,12 +22,11 @@ import numpy as np
 from patchmix.data.contract import Encoded, Indices, Source, Split, groups_of
 from patchmix.data.decode import DecodeError, Pixels, size_of
 from patchmix.data.memory import some_positions
-from patchmix.data.order import GroupedOrder
-from patchmix.data.progress import progress_bar
-from patchmix.data.randomness import permutation
+from patchmix.data.randomness import GroupedOrder, permutation
 from patchmix.data.shard_index import ShardIndex, join, scanned
 from patchmix.data.sources import has_split, open_source
 from patchmix.files import UNFINISHED, writing
+from patchmix.progress import progress_bar
 
 _SEED = 0  # of the order in which samples are written
 _WEIGHED = 256  # samples whose mean size stands for all

@@ -6,9 +6,7 @@ Shapes: N images of the source that can be decoded, D = the encoder's width.
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,8 +20,9 @@ from patchmix import distributed
 from patchmix.data.contract import Groups, Labels, Source, groups_of
 from patchmix.data.decode import Pixels
 from patchmix.data.loader import one_pass
-from patchmix.data.views import CentreCrop, to_float
+from patchmix.data.views import CenterCrop, as_channels, to_float
 from patchmix.nn.class_token import class_tokens
+from patchmix.progress import progress_bar
 
 Pool = Literal["token", "mean"]
 LAYERS: dict[str, str] = {
@@ -124,7 +123,7 @@ def extract(
     """
     if pool not in LAYERS:
         raise ValueError(f"pool is {pool!r}; it must be token (class token) or mean (of the patch tokens)")
-    transform = CentreCrop(image_size, resize=resize)
+    transform = CenterCrop(image_size, resize=resize)
     rank, world_size = distributed.rank(), distributed.world_size()
     part = len(np.array_split(np.arange(len(source)), world_size)[rank])
     vectors, count = torch.empty(0, 0), 0
@@ -132,7 +131,7 @@ def extract(
     was_training = encoder.training
     encoder.eval()
     try:
-        with progress_bar(f"features of {source.name}", part, wanted=progress) as advance:
+        with progress_bar(f"features of {source.name}", part, progress and distributed.is_main()) as advance:
             for batch in one_pass(
                 source, transform, batch_size=batch_size, workers=workers, rank=rank, world_size=world_size
             ):
@@ -186,11 +185,6 @@ def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
     return tokens[:, encoder.num_prefix_tokens :].mean(dim=1)
 
 
-def as_channels(images: Tensor, in_chans: int) -> Tensor:
-    """(N, 3, H, W) → (N, in_chans, H, W); one channel is the mean of the normalised three."""
-    return images if in_chans == 3 else images.mean(dim=1, keepdim=True)
-
-
 @torch.no_grad()
 def gather_rows(rows: Tensor, device: torch.device) -> Tensor:
     """Rows of all processes in the order of their ranks, on the CPU; processes may have different numbers of rows.
@@ -216,18 +210,3 @@ def gather_rows(rows: Tensor, device: torch.device) -> Tensor:
             taken = max(0, min(len(block), counts[r] - begin))
             out[starts[r] + begin : starts[r] + begin + taken] = blocks[r, :taken]
     return out
-
-
-@contextmanager
-def progress_bar(what: str, total: int, *, wanted: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr for people at a terminal, nothing elsewhere. Yields what to call with the number done."""
-    if not (wanted and distributed.is_main() and sys.stderr.isatty()):
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.loader import Batch, Loader
-from patchmix.data.views import to_float
+from patchmix.data.views import as_channels, to_float
 from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate.augmentation import CROP_AREA, Erasing, TimmAugmentation, global_randomness, seed_globally
-from patchmix.evaluate.features import as_channels, extract, usual_resize
+from patchmix.evaluate.features import extract, usual_resize
 from patchmix.evaluate.labelled import open_labelled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import encoder_name

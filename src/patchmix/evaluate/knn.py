@@ -14,12 +14,13 @@ from torch import Tensor
 
 from patchmix import distributed
 from patchmix.device import resolve_device
-from patchmix.evaluate.features import LAYERS, Pool, progress_bar
+from patchmix.evaluate.features import LAYERS, Pool
 from patchmix.evaluate.features import check_finite as check_finite  # those who vote need it, too
 from patchmix.evaluate.labelled import open_labelled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import Reader
 from patchmix.interop.backbone import Backbone
+from patchmix.progress import progress_bar
 
 TEMPERATURE = 0.07  # τ′
 HEADLINE_K = 20
@@ -143,7 +144,7 @@ def knn_predict(
     classes = int(labels.max()) + 1
     parts: dict[int, list[Tensor]] = {k: [] for k in ks}
     rows = max(1, min(QUERY_ROWS, BLOCK_ELEMENTS // max(classes, max(ks))))  # also what the tally may hold
-    with progress_bar("kNN", len(queries), wanted=progress) as advance:
+    with progress_bar("kNN", len(queries), progress and distributed.is_main()) as advance:
         for start in range(0, len(queries), rows):
             asked = F.normalize(queries[start : start + rows].to(device).float(), dim=1)
             similarity, where = _nearest(bank, asked, max(ks), first=start if leave_one_out else None)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from patchmix.data.contract import Source
 from patchmix.data.sources import open_source
-from patchmix.data.views import to_float
-from patchmix.evaluate.features import as_channels
+from patchmix.data.views import as_channels, to_float
 from patchmix.interop.backbone import Backbone
 from patchmix.mixing import Mixed, PatchMix
 from patchmix.report.attention import attention_figure, attention_maps

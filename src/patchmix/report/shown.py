@@ -15,7 +15,7 @@ from torch import Tensor
 from patchmix.data.contract import Source, Split
 from patchmix.data.decode import DecodeError, Pixels, decode
 from patchmix.data.sources import has_split, open_source
-from patchmix.data.views import CentreCrop
+from patchmix.data.views import CenterCrop
 from patchmix.device import resolve_device
 from patchmix.evaluate.features import Features, Subset, usual_resize
 from patchmix.evaluate.stored import Reader
@@ -71,7 +71,7 @@ def open_shown(data: str | Path | Sequence[Path], limit: int | None = None) -> S
 
 def crop(source: Source, index: int, size: int) -> np.ndarray:
     """The central square of an image as evaluation takes it, uint8 (size, size, 3)."""
-    (crops,) = CentreCrop(size, resize=usual_resize(size))([source.load(index)], epoch=0, indices=np.array([index]))
+    (crops,) = CenterCrop(size, resize=usual_resize(size))([source.load(index)], epoch=0, indices=np.array([index]))
     square: np.ndarray = crops[0]
     return square
 

@@ -19,7 +19,8 @@ from patchmix.device import autocast_dtype
 from patchmix.evaluate.detection.coco import Category, CocoImages
 from patchmix.evaluate.detection.model import Detection, Detector
 from patchmix.evaluate.detection.views import FittedViews
-from patchmix.evaluate.features import gather_rows, progress_bar
+from patchmix.evaluate.features import gather_rows
+from patchmix.progress import progress_bar
 
 Entry = dict[str, Any]  # image_id, category_id, bbox (x, y, width, height), score, segmentation
 _ROW = 1024  # bytes sent as one row between processes
@@ -55,7 +56,7 @@ def detect_all(
         world_size=world_size,
     )
     try:
-        with progress_bar("detection", -(-len(source) // world_size)) as advance:
+        with progress_bar("detection", -(-len(source) // world_size), distributed.is_main()) as advance:
             for batch in batches:
                 errors += batch.bad
                 found = detect_batch(detector, batch.views, mean=mean, std=std, device=device)

@@ -18,9 +18,9 @@ from torchvision.models.detection.mask_rcnn import MaskRCNN, MaskRCNNHeads, Mask
 from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import roi_align
 
+from patchmix.data.views import as_channels
 from patchmix.evaluate.detection.settings import Shape
 from patchmix.evaluate.detection.views import Target
-from patchmix.evaluate.features import as_channels
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.nn.pyramid import STRIDES, Pyramid
 from patchmix.nn.vit import create_encoder

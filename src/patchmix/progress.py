@@ -1,0 +1,35 @@
+"""One progress bar for everything that takes long."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_QUIET_SECONDS = 1.0  # what takes less needs no line
+
+
+@contextmanager
+def progress_bar(what: str, total: int, wanted: bool = True, unit: str = "images") -> Iterator[Callable[[int], None]]:
+    """A bar on stderr at a terminal, else one line if it takes long. Yields what to call with the number done."""
+    if not wanted:
+        yield lambda count: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda count: bar.advance(task, count)
+    else:
+        start = time.monotonic()
+        done, printed = 0, False
+
+        def advance(count: int) -> None:
+            nonlocal done, printed
+            done += count
+            if not printed and done < total and time.monotonic() - start > _QUIET_SECONDS:
+                printed = True
+                print(f"{what}: {total} {unit}", file=sys.stderr, flush=True)
+
+        yield advance
