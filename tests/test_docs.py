@@ -31,7 +31,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 NAMED_SETS = {"imagenet", "cifar10", "cifar100", "shapes", "shapes:5000", "../shared/data/cifar10"}
 SMALL_RUN = [
-    *("model.image_size=32", "model.patch_size=8", "model.dim=24", "model.depth=1", "model.heads=2"),
+    *("model.image_size=32", "model.patch_size=8", "model.dim=24", "model.depth=4", "model.heads=2"),
     *("train.batch_size=32", "views.local_crops=0", "runtime.monitor_bank=64", "runtime.monitor_queries=32"),
 ]
 SMALL_HEADS = ["method.head_hidden=32", "method.head_out=16"]
@@ -110,7 +110,7 @@ def shortened(words: list[str]) -> list[str]:
         small += [] if "--workers" in small else ["--workers", "0"]
     elif verb == "detect" and not {"--eval-only", "--predict"} & set(small):
         small += ["--epochs", "1", "--batch-size", "2", "--image-size", "64", "--pictures", "1"]
-        small += ["--set", "channels=16", "--set", "head_dim=32", "--set", "window=0", "--pyramid", "simple"]
+        small += ["--set", "channels=16", "--set", "head_dim=32", "--set", "window=0"]
     elif verb == "bench":
         small += ["--data", "shapes:64", "--steps", "1", "--workers", "0"]
         small += [part for setting in (*SMALL_RUN, *SMALL_HEADS) for part in ("--set", setting)]

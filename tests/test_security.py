@@ -206,11 +206,11 @@ def test_one_process_listens_nowhere(tmp_path: Path) -> None:
     run, coco = tmp_path / "run", tmp_path / "coco"
     write_split(coco, "train2017", 5)
     write_split(coco, "val2017", 4)
-    small = ["--batch-size", "2", "--image-size", "64", "--pyramid", "simple"]
+    small = ["--batch-size", "2", "--image-size", "64"]
     for setting in ("channels=16", "head_dim=16", "smallest_anchor=8", "rois_per_image=16"):
         small += ["--set", setting]
     verbs = [
-        ["pretrain", "shapes:512", "--out", run, *TINY, "--workers", "1"],
+        ["pretrain", "shapes:512", "--out", run, *TINY, "--set", "model.depth=4", "--workers", "1"],
         ["knn", run, "--data", "shapes:64"],
         ["linear", run, "--data", "shapes:64", "--protocol", "fast", "--epochs", "5"],
         ["linear", run, "--data", "shapes:64", "--epochs", "1"],

@@ -23,11 +23,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def make_backbone(seed: int = 0, *, in_chans: int = 3) -> Backbone:
+def make_backbone(seed: int = 0, *, in_chans: int = 3, depth: int = 2) -> Backbone:
     """A ViT with random weights for 32 px, small enough for thousands of images a second."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        encoder = create_encoder("vit_tiny_patch8_32", dim=24, depth=2, heads=3, in_chans=in_chans)
+        encoder = create_encoder("vit_tiny_patch8_32", dim=24, depth=depth, heads=3, in_chans=in_chans)
     return Backbone(Architecture.of("vit_tiny_patch8_32", encoder), encoder.state_dict())
 
 

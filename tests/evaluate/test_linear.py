@@ -13,7 +13,7 @@ from patchmix.data.loader import Loader
 from patchmix.evaluate import linear
 from patchmix.evaluate.linear import LinearMethod, evaluate_linear
 from patchmix.evaluate.results import read_results
-from patchmix.evaluate.supervised import Scores, top_accuracies, usual_batch
+from patchmix.evaluate.supervised import BestScores, top_accuracies, usual_batch
 from patchmix.evaluate.sweep import Candidate, Score, best_of, fit_candidates, grid, score, usual_epochs
 from patchmix.interop.backbone import Backbone
 
@@ -202,13 +202,13 @@ def test_the_loss_of_the_frozen_method_has_gradients_for_the_head_only(backbone:
 
 
 def test_scores_keep_the_best_and_its_epoch() -> None:
-    scores = Scores(["top1"])
+    scores = BestScores(["top1"])
     found = []
     for step, value in [(0, 0.1), (10, 0.5), (20, 0.4)]:
         scores.steps.fill_(step)
         found.append(dict(scores.note({"top1": value, "top5": 0.9}, steps_per_epoch=10)))
     assert found[-1] == {"top1": 0.4, "top5": 0.9, "best_top1": 0.5, "best_top1_epoch": 1.0}
-    other = Scores(["top1"])
+    other = BestScores(["top1"])
     other.load_state_dict(scores.state_dict())
     assert dict(other.note({"top1": 0.45}, 10))["best_top1"] == 0.5
 

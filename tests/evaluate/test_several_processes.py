@@ -29,6 +29,7 @@ from patchmix.evaluate.supervised import work_folder
 from patchmix.interop.backbone import Backbone
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.lock import run_lock
+from tests.evaluate.conftest import make_backbone
 from tests.evaluate.detection.conftest import write_split
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -158,16 +159,18 @@ def test_finetune_with_all_that_is_random(
 
 
 @pytest.mark.slow
-def test_detect(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_detect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder = tmp_path / "encoder.safetensors"
+    make_backbone(depth=4).save(encoder)  # the pyramid takes four blocks
     write_split(tmp_path / "coco", "train2017", 9)
     write_split(tmp_path / "coco", "val2017", 5)
-    words = ["detect", str(encoder), "--data", str(tmp_path / "coco"), "--workers", "0", "--pyramid", "simple"]
+    words = ["detect", str(encoder), "--data", str(tmp_path / "coco"), "--workers", "0"]
     words += ["--epochs", "1", "--batch-size", "4", "--image-size", "64"]
     for setting in ("channels=16", "head_dim=16", "smallest_anchor=8", "rois_per_image=16", "evaluate_every=0"):
         words += ["--set", setting]
     one, _ = by_one_and_by_two(words, tmp_path / "training", capsys)
     words = ["detect", str(one), "--data", str(tmp_path / "coco"), "--eval-only", "--workers", "0"]
-    one, two = by_one_and_by_two(words, tmp_path / "judging", capsys)
+    one, two = by_one_and_by_two(words, tmp_path / "evaluation", capsys)
     assert_same_results(one, two)
     for kind in ("bbox", "segm"):
         left, right = (json.loads((folder / f"detections.{kind}.json").read_text()) for folder in (one, two))

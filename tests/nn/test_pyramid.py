@@ -1,4 +1,4 @@
-"""Windows against a loop over windows, positions, shapes, sizes and costs of the pyramids."""
+"""Windows against a loop over windows, positions, shapes, sizes and costs of the pyramid."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from patchmix.nn.pyramid import Pyramid, TokenMaps, even_blocks, rescale
+from patchmix.nn.pyramid import Pyramid, TokenMaps, even_blocks, rescale, windowed_attention
 from patchmix.nn.vit import create_encoder
-from patchmix.nn.windowed import windowed_attention
 
 
 def small(depth: int = 4, patch: int = 8, size: int = 32, **options: object) -> VisionTransformer:
@@ -115,13 +114,12 @@ def test_recomputing_changes_neither_values_nor_gradients() -> None:
         torch.testing.assert_close(a, b)
 
 
-# ------------------------------------------------------------------------------------------------------ whole pyramids
+# ----------------------------------------------------------------------------------------------------- whole pyramids
 
 
-@pytest.mark.parametrize("kind", ["fpn", "simple"])
 @pytest.mark.parametrize("patch", [4, 8, 16, 32])
-def test_strides_do_not_depend_on_the_patch(kind: str, patch: int) -> None:
-    pyramid = Pyramid(small(patch=patch, size=64), kind=kind, channels=16)  # type: ignore[arg-type]
+def test_strides_do_not_depend_on_the_patch(patch: int) -> None:
+    pyramid = Pyramid(small(patch=patch, size=64), channels=16)
     levels = pyramid(torch.randn(2, 3, 64, 128))
     assert [tuple(level.shape) for level in levels.values()] == [
         (2, 16, 64 // stride, 128 // stride) for stride in (4, 8, 16, 32, 64)
@@ -137,20 +135,18 @@ def deconv(a: int, b: int) -> int:
 # convolutions without bias, each with a norm.
 LEVELS = 4 * (9 * 256 * 256 + 2 * 2 * 256)
 FPN = 3 * deconv(768, 768) + 2 * 768 + 4 * 768 * 256 + LEVELS
-SIMPLE = 2 * deconv(768, 384) + deconv(384, 192) + 2 * 384 + (192 + 384 + 768 + 768) * 256 + LEVELS
 
 
-@pytest.mark.parametrize(("kind", "parameters"), [("fpn", FPN), ("simple", SIMPLE)])
-def test_vit_b_at_1024_px(kind: str, parameters: int) -> None:
+def test_vit_b_at_1024_px() -> None:
     """Shapes and size of the real thing on the meta device: ViT-B is 85.8 M without its last norm."""
     with torch.device("meta"):
-        pyramid = Pyramid(create_encoder("vit_base_patch16_224", any_image_size=True), kind=kind, window=16)  # type: ignore[arg-type]
+        pyramid = Pyramid(create_encoder("vit_base_patch16_224", any_image_size=True), window=16)
         levels = pyramid(torch.empty(1, 3, 1024, 1024))
     assert [tuple(level.shape) for level in levels.values()] == [
         (1, 256, side, side) for side in (256, 128, 64, 32, 16)
     ]
     assert sum(p.numel() for p in pyramid.tokens.parameters()) == 85_797_120
-    assert sum(p.numel() for p in pyramid.parameters()) == 85_797_120 + parameters
+    assert sum(p.numel() for p in pyramid.parameters()) == 85_797_120 + FPN
 
 
 def test_windows_save_what_they_should() -> None:
@@ -178,23 +174,19 @@ def test_even_blocks() -> None:
     assert even_blocks(12, 4) == (2, 5, 8, 11)
     assert even_blocks(24, 4) == (5, 11, 17, 23)
     assert even_blocks(4, 4) == (0, 1, 2, 3)
-    with pytest.raises(ValueError, match="the encoder has 3; take fewer"):
+    with pytest.raises(ValueError, match="the encoder has 3; use a deeper one"):
         even_blocks(3, 4)
 
 
-def test_rescale_knows_its_width() -> None:
-    scale, out = rescale(32, 16, 4, narrow=True)
-    assert out == 8 and scale(torch.randn(1, 32, 2, 3)).shape == (1, 8, 8, 12)
-    scale, out = rescale(32, 4, 32)
-    assert out == 32 and scale(torch.randn(1, 32, 8, 8)).shape == (1, 32, 1, 1)
+def test_rescale_goes_up_and_down() -> None:
+    assert rescale(32, 16, 4)(torch.randn(1, 32, 2, 3)).shape == (1, 32, 8, 12)
+    assert rescale(32, 4, 32)(torch.randn(1, 32, 8, 8)).shape == (1, 32, 1, 1)
 
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"patches of 2 px .* resample them to 16"):
         Pyramid(small(patch=2))
-    with pytest.raises(ValueError, match="the encoder has 2; take simple"):
+    with pytest.raises(ValueError, match="4 blocks at even depths, but the encoder has 2"):
         Pyramid(small(depth=2))
-    with pytest.raises(ValueError, match="pyramid is 'nas'; it must be fpn or simple"):
-        Pyramid(small(), kind="nas")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="any_image_size=True"):
         TokenMaps(create_encoder("vit_tiny_patch8_32"), blocks=(0,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -22,7 +22,6 @@ def detect(
     epochs: Number = None,
     batch_size: Count = None,
     image_size: Count = None,
-    pyramid: Annotated[Literal["fpn", "simple"] | None, arg(metavar="{fpn,simple}")] = None,
     model: str = "vit_base_patch16_224",
     start: File = None,
     eval_only: bool = False,
@@ -49,7 +48,6 @@ def detect(
         epochs: 100 if not given.
         batch_size: Images per step, 64 if not given.
         image_size: Side of the padded input, 1024 if not given.
-        pyramid: fpn takes four blocks at even depths as MAE's benchmark, simple the last block only.
         model: The architecture for `scratch`.
         start: A detector to go on from, with RUN = scratch.
         eval_only: Judge a detector without training.
@@ -94,7 +92,7 @@ def detect(
         folder = out if run == "scratch" else results_folder(run, out)
         if folder is None:
             raise ValueError(f"--out is missing; {run} has no folder of its own for the results")
-        common = {"epochs": epochs, "batch_size": batch_size, "image_size": image_size, "pyramid": pyramid}
+        common = {"epochs": epochs, "batch_size": batch_size, "image_size": image_size}
         result = detection.detect(
             None if run == "scratch" else load_backbone(run, encoder=encoder),
             data,

@@ -30,7 +30,7 @@ from patchmix.evaluate.features import extract, usual_resize
 from patchmix.evaluate.labelled import open_labelled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import encoder_name
-from patchmix.evaluate.supervised import Scores, fit, top_accuracies, usual_batch, work_folder
+from patchmix.evaluate.supervised import BestScores, fit, top_accuracies, usual_batch, work_folder
 from patchmix.files import replacing
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.exporting import timm_arguments
@@ -179,7 +179,7 @@ class FinetuneMethod(Method):
         self.encoder = model
         # With warm-up the average is worth something in short trainings, too.
         self.ema = ModelEmaV3(model, decay=settings.ema_decay, use_warmup=True).requires_grad_(False)
-        self.scores = Scores(["top1", "ema_top1"])
+        self.scores = BestScores(["top1", "ema_top1"])
         self.tested = 0  # images of the last evaluation
         self.smoothing = settings.label_smoothing
         self.mixup: Mixup | None = None

@@ -24,7 +24,7 @@ from patchmix.evaluate.features import LAYERS, Features, Pool, pooled
 from patchmix.evaluate.labelled import Labelled, held_out, open_labelled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.stored import Reader
-from patchmix.evaluate.supervised import Scores, fit, top_accuracies, usual_batch, work_folder
+from patchmix.evaluate.supervised import BestScores, fit, top_accuracies, usual_batch, work_folder
 from patchmix.interop.backbone import Backbone
 from patchmix.methods.method import Method
 from patchmix.schedules import Cosine
@@ -124,7 +124,7 @@ class LinearMethod(Method):
         self.head = nn.Linear(encoder.num_features, classes)
         nn.init.normal_(self.head.weight, std=0.01)
         nn.init.zeros_(self.head.bias)
-        self.scores = Scores(["top1"])
+        self.scores = BestScores(["top1"])
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """batch: images (N, 3, H, W) and labels (N,)."""

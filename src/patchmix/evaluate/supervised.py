@@ -23,10 +23,8 @@ from patchmix.train.log import RunLog
 from patchmix.train.loop import Plan, train
 from patchmix.train.monitor import Evaluator
 
-Labelled = tuple[Tensor, Tensor]  # images (N, C, H, W) and labels (N,)
 
-
-class Scores(nn.Module):
+class BestScores(nn.Module):
     """The steps done and the best value of each accuracy so far. Saved with the method: a resumed run knows them."""
 
     steps: Tensor
@@ -64,7 +62,7 @@ def fit(
     *,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    prepare: Callable[[Batch], Labelled],
+    prepare: Callable[[Batch], Any],
     evaluator: Evaluator,
     folder: Path | None,
     identity: Mapping[str, Any],

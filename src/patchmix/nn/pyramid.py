@@ -1,13 +1,14 @@
-"""From a ViT's tokens, all of one stride, to the maps of strides 4, 8, 16, 32 and 64 that a detector wants.
+"""From a ViT's tokens, all of one stride, to a detector's feature maps of strides 4, 8, 16, 32 and 64.
 
-Shapes: N images of H × W px, patches of p px, tokens of dim D, C channels in every map of the pyramid.
+Shapes: N images of H × W px, patches of p px, tokens of dim D, C channels in every map of the pyramid;
+in windowed attention h × w patch tokens, P prefix tokens (the class token), K windows.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,26 +19,57 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 
 from patchmix.nn.vit import patch_size_of
-from patchmix.nn.windowed import windowed_block
 
 STRIDES = (4, 8, 16, 32)
 PATCH_SIZES = (4, 8, 16, 32)  # from these every stride is some doublings or halvings away
-PyramidName = Literal["fpn", "simple"]
 
 
-def even_blocks(depth: int, count: int) -> tuple[int, ...]:
-    """The last block of each of `count` equal parts of the network: 12 blocks in 4 parts → 2, 5, 8, 11."""
-    if not 1 <= count <= depth:
-        raise ValueError(f"{count} blocks at even depths need as many blocks, the encoder has {depth}; take fewer")
-    return tuple((part + 1) * depth // count - 1 for part in range(count))
+class Pyramid(nn.Module):
+    """A ViT as a detector's backbone: (N, 3, H, W) → {"0", …, "3", "pool"}: (N, C, H/s, W/s), s = 4, 8, 16, 32, 64.
+
+    As in MAE's benchmark (Li et al. 2021): the tokens after four blocks at even depths, one for each stride, then a
+    feature pyramid network. All norms are layer norms over channels, so they don't depend on the batch.
+    """
+
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        *,
+        channels: int = 256,
+        window: int = 0,
+        global_blocks: int = 4,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        depth, patch = len(encoder.blocks), patch_size_of(encoder)
+        if patch not in PATCH_SIZES:
+            raise ValueError(f"patches of {patch} px don't give strides 4 to 32; resample them to 16 (patch_size=16)")
+        self.tokens = TokenMaps(
+            encoder,
+            blocks=even_blocks(depth, len(STRIDES)),
+            window=window,
+            global_blocks=even_blocks(depth, min(global_blocks, depth)) if window and global_blocks else (),
+            recompute=recompute,
+        )
+        self.out_channels = channels  # torchvision's name
+        dim = self.tokens.dim
+        self.scaled = nn.ModuleList(rescale(dim, patch, stride) for stride in STRIDES)
+        self.merge = FeaturePyramidNetwork(
+            [dim] * len(STRIDES), channels, extra_blocks=LastLevelMaxPool(), norm_layer=LayerNorm2d
+        )
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        maps = zip(self.scaled, self.tokens(images), strict=True)
+        merged: dict[str, Tensor] = self.merge(OrderedDict((str(i), scale(one)) for i, (scale, one) in enumerate(maps)))
+        return merged
 
 
 class TokenMaps(nn.Module):
-    """A ViT's patch tokens after some of its blocks, as maps; before its last norm, which is taken out.
+    """A ViT's patch tokens after some of its blocks, as maps, before the last norm.
 
-    The position embedding is interpolated, each axis for itself, to the image that comes in. With a `window`,
-    attention stays inside windows of so many tokens except in the blocks `global_blocks`. With `recompute`,
-    activations inside blocks are computed again in the backward pass instead of kept.
+    The position embedding is interpolated to the size of the images. With a `window`, attention stays inside windows
+    of so many tokens except in the blocks `global_blocks`. With `recompute`, blocks are computed again in the backward
+    pass instead of keeping their activations.
     """
 
     def __init__(
@@ -54,8 +86,8 @@ class TokenMaps(nn.Module):
             raise ValueError("the encoder takes one image size only; create it with any_image_size=True")
         windowed = [i for i in range(len(encoder.blocks)) if window and i not in global_blocks]
         if odd := [type(encoder.blocks[i]).__name__ for i in windowed if type(encoder.blocks[i]) is not Block]:
-            raise ValueError(f"window is {window}, but a {odd[0]} can't be windowed; take window 0")
-        # Without these, the last block alone ends in parameters that no loss reaches, which DDP would wait for.
+            raise ValueError(f"window is {window}, but attention in a {odd[0]} has no windows; use window 0")
+        # DDP would wait for the gradients of parameters that no loss reaches.
         encoder.norm, encoder.fc_norm, encoder.head = nn.Identity(), nn.Identity(), nn.Identity()
         self.encoder = encoder
         self.blocks = tuple(blocks)
@@ -83,93 +115,68 @@ class TokenMaps(nn.Module):
 
     def _block(self, i: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         block: Any = self.encoder.blocks[i]
-        if i in self.windowed:
-            prefix = self.encoder.num_prefix_tokens
-            return windowed_block(block, tokens, grid=grid, window=self.window, prefix=prefix)
-        out: Tensor = block(tokens)
-        return out
-
-
-class Pyramid(nn.Module):
-    """A ViT as a detector's backbone: (N, 3, H, W) → {"0", …, "3", "pool"}: (N, C, H/s, W/s), s = 4, 8, 16, 32, 64.
-
-    `fpn`: four blocks at even depths, one for each stride, then a feature pyramid network (Li et al. 2021, MAE's
-    benchmark). `simple`: every stride from the last block, no top-down path (ViTDet, Li et al. 2022).
-    All norms are layer norms over channels, as in ViTDet: they don't depend on the batch or on other processes.
-    """
-
-    def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        kind: PyramidName = "fpn",
-        channels: int = 256,
-        window: int = 0,
-        global_blocks: int = 4,
-        recompute: bool = False,
-    ) -> None:
-        super().__init__()
-        depth, patch = len(encoder.blocks), patch_size_of(encoder)
-        if kind not in ("fpn", "simple"):
-            raise ValueError(f"pyramid is {kind!r}; it must be fpn or simple")
-        if patch not in PATCH_SIZES:
-            raise ValueError(f"patches of {patch} px don't give strides 4 to 32; resample them to 16 (patch_size=16)")
-        if kind == "fpn" and depth < len(STRIDES):
-            raise ValueError(f"pyramid fpn takes 4 blocks at even depths, the encoder has {depth}; take simple")
-        self.tokens = TokenMaps(
-            encoder,
-            blocks=even_blocks(depth, len(STRIDES)) if kind == "fpn" else (depth - 1,),
-            window=window,
-            global_blocks=even_blocks(depth, min(global_blocks, depth)) if window and global_blocks else (),
-            recompute=recompute,
+        if i not in self.windowed:
+            return cast("Tensor", block(tokens))
+        # timm's pre-norm block with its attention in windows
+        attended = windowed_attention(
+            block.attn, block.norm1(tokens), grid=grid, window=self.window, prefix=self.encoder.num_prefix_tokens
         )
-        self.kind = kind
-        self.out_channels = channels  # torchvision asks for it under this name
-        dim = self.tokens.dim
-        if kind == "fpn":
-            self.scaled = nn.ModuleList(rescale(dim, patch, stride)[0] for stride in STRIDES)
-            self.merge = FeaturePyramidNetwork(
-                [dim] * len(STRIDES), channels, extra_blocks=LastLevelMaxPool(), norm_layer=LayerNorm2d
-            )
-        else:
-            self.scaled = nn.ModuleList(_lateral(dim, patch, stride, channels) for stride in STRIDES)
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        maps = self.tokens(images)
-        if self.kind == "simple":
-            maps = maps * len(STRIDES)
-        levels = OrderedDict((str(i), scale(one)) for i, (scale, one) in enumerate(zip(self.scaled, maps, strict=True)))
-        if self.kind == "fpn":
-            merged: dict[str, Tensor] = self.merge(levels)
-            return merged
-        levels["pool"] = F.max_pool2d(levels["3"], kernel_size=1, stride=2)
-        return levels
+        tokens = tokens + block.drop_path1(block.ls1(attended))
+        return cast("Tensor", tokens + block.drop_path2(block.ls2(block.mlp(block.norm2(tokens)))))
 
 
-def rescale(dim: int, patch: int, stride: int, *, narrow: bool = False) -> tuple[nn.Sequential, int]:
-    """(N, dim, H/patch, W/patch) → (N, out, H/stride, W/stride), and out.
+def even_blocks(depth: int, count: int) -> tuple[int, ...]:
+    """The last block of each of `count` equal parts of the network: 12 blocks in 4 parts → 2, 5, 8, 11."""
+    if not 1 <= count <= depth:
+        raise ValueError(
+            f"a pyramid takes {count} blocks at even depths, but the encoder has {depth}; use a deeper one"
+        )
+    return tuple((part + 1) * depth // count - 1 for part in range(count))
 
-    Up by transposed convolutions of stride two, norm and GELU between them; down by max pooling. With `narrow` each
-    doubling halves the channels.
+
+def rescale(dim: int, patch: int, stride: int) -> nn.Sequential:
+    """(N, dim, H/patch, W/patch) → (N, dim, H/stride, W/stride).
+
+    Up by transposed convolutions of stride two with norm and GELU between them; down by max pooling.
     """
     layers: list[nn.Module] = []
     while patch > stride:
         if layers:
             layers += [LayerNorm2d(dim), nn.GELU()]
-        out = max(1, dim // 2) if narrow else dim
-        layers.append(nn.ConvTranspose2d(dim, out, kernel_size=2, stride=2))
-        dim, patch = out, patch // 2
+        layers.append(nn.ConvTranspose2d(dim, dim, kernel_size=2, stride=2))
+        patch //= 2
     if patch < stride:
         layers.append(nn.MaxPool2d(stride // patch))
-    return nn.Sequential(*layers), dim
+    return nn.Sequential(*layers)
 
 
-def _lateral(dim: int, patch: int, stride: int, channels: int) -> nn.Sequential:
-    scale, out = rescale(dim, patch, stride, narrow=True)
-    return nn.Sequential(
-        *scale,
-        nn.Conv2d(out, channels, kernel_size=1, bias=False),
-        LayerNorm2d(channels),
-        nn.Conv2d(channels, channels, kernel_size=3, padding=1, bias=False),
-        LayerNorm2d(channels),
-    )
+def windowed_attention(
+    attention: nn.Module, tokens: Tensor, *, grid: tuple[int, int], window: int, prefix: int
+) -> Tensor:
+    """`attention` in each window of `window` × `window` tokens: (N, P + h·w, D) → the same shape.
+
+    Prefix tokens take part in every window and come back as their mean over the windows, so that one window over the
+    whole image is full attention. Padding at the edges is masked.
+    """
+    (height, width), count = grid, len(tokens)
+    h, w = min(window, height), min(window, width)
+    patches = tokens[:, prefix:].reshape(count, height, width, -1)
+    down, right = -height % h, -width % w
+    if down or right:
+        patches = F.pad(patches, (0, 0, 0, right, 0, down))
+    rows, columns = (height + down) // h, (width + right) // w
+    inside = patches.reshape(count, rows, h, columns, w, -1).transpose(2, 3)  # (N, rows, columns, h, w, D)
+    inside = inside.reshape(count * rows * columns, h * w, -1)  # (N·K, h·w, D)
+    ahead = tokens[:, :prefix].repeat_interleave(rows * columns, dim=0)  # (N·K, P, D)
+    inside = torch.cat([ahead, inside], dim=1)
+    if down or right:
+        in_image = F.pad(patches.new_ones(height, width, dtype=torch.bool), (0, right, 0, down))
+        in_image = in_image.reshape(rows, h, columns, w).transpose(1, 2).reshape(rows * columns, h * w)
+        in_image = torch.cat([in_image.new_ones(len(in_image), prefix), in_image], dim=1)  # (K, P + h·w)
+        attended = attention(inside, attn_mask=in_image.repeat(count, 1)[:, None, None])
+    else:
+        attended = attention(inside)
+    ahead = attended[:, :prefix].reshape(count, rows * columns, prefix, attended.shape[-1]).mean(dim=1)
+    patches = attended[:, prefix:].reshape(count, rows, columns, h, w, -1).transpose(2, 3)
+    patches = patches.reshape(count, height + down, width + right, -1)[:, :height, :width]
+    return torch.cat([ahead, patches.flatten(1, 2)], dim=1)

@@ -85,7 +85,7 @@ def _drop(what: str, index: int, key: str) -> Any:
         (_set("annotations", 0, bbox="all"), "four numbers"),
         (_drop("annotations", 0, "bbox"), "has bbox None"),
         (_set("annotations", 0, segmentation=[[1, 2, 3, 4]]), "at least three points"),
-        (_set("annotations", 0, segmentation=[[1, 2, 3, 4, 5, "6"]]), "something else than numbers"),
+        (_set("annotations", 0, segmentation=[[1, 2, 3, 4, 5, "6"]]), "something other than numbers"),
         (_set("annotations", 0, segmentation=[]), "Mask R-CNN learns masks"),
         (_drop("annotations", 0, "segmentation"), "Mask R-CNN learns masks"),
         (_set("annotations", 0, segmentation={"size": [3, 4], "counts": [12]}), r"mask of size \[3, 4\]"),

@@ -1,4 +1,4 @@
-"""The detector: its losses, gradients, parameter groups, schedule, and its file."""
+"""The detector: its losses, gradients, parameter groups, and its file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from patchmix.evaluate.detection.coco import Category
-from patchmix.evaluate.detection.files import DetectorFile, load_detector
-from patchmix.evaluate.detection.model import Detector, RegionPooling, build_detector, without_class_layers
-from patchmix.evaluate.detection.settings import DetectSettings, Shape
-from patchmix.evaluate.detection.training import DetectMethod, WarmupSteps, layer_groups
+from patchmix.evaluate.detection.model import (
+    Detector,
+    DetectorFile,
+    RegionPooling,
+    Shape,
+    build_detector,
+    load_detector,
+    without_class_layers,
+)
+from patchmix.evaluate.detection.training import DetectMethod, DetectSettings, layer_groups
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.train.optimizer import set_hyperparameters
 
@@ -180,22 +186,13 @@ def test_layers_decay_towards_the_input(encoder_file: Backbone) -> None:
     assert named["backbone.merge.layer_blocks.0.1.weight"] == (1.0, 0.0)
 
 
-def test_steps() -> None:
-    schedule = WarmupSteps(1.0, warmup=0.1, step=0.01)
-    assert schedule(0.0) == 0.0 and 0.4 < schedule(0.045) < 0.6
-    assert [schedule(p) for p in (0.1, 0.88, 0.89, 0.97)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
-    assert WarmupSteps(1.0)(0.0) == 1.0
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"image_size": 1000}, "image_size is 1000; it must be a multiple of 32"),
-        ({"pyramid": "nas"}, "pyramid is nas; it must be fpn or simple"),
         ({"scale": (2.0, 0.1)}, "two factors"),
         ({"patch_size": 14}, "patch_size is 14; it must be 4, 8, 16 or 32"),
         ({"layer_decay": 0.0}, "1 trains all layers alike"),
-        ({"schedule": "poly"}, "cosine or step"),
         ({"window": -1}, "0 is attention over the whole image"),
     ],
 )
@@ -204,16 +201,16 @@ def test_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
         DetectSettings(**wrong).check()
 
 
-def test_the_defaults_are_sound_and_tell_themselves() -> None:
+def test_the_defaults_are_sound_and_plain_data() -> None:
     DetectSettings().check()
-    assert json.loads(json.dumps(DetectSettings().told())) == DetectSettings().told()
+    assert json.loads(json.dumps(DetectSettings().record())) == DetectSettings().record()
     assert DetectSettings().shape() == Shape()
 
 
-def test_the_page_tells_every_setting_and_its_default() -> None:
+def test_the_page_lists_every_setting_and_its_default() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "detection.md").read_text(encoding="utf-8")
-    told = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, flags=re.MULTILINE))
-    assert told == {name: str(value) for name, value in vars(DetectSettings()).items()}
+    listed = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, flags=re.MULTILINE))
+    assert listed == {name: str(value) for name, value in vars(DetectSettings()).items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- the file
@@ -235,6 +232,19 @@ def test_a_file_comes_back_as_it_was(encoder_file: Backbone, tmp_path: Path) -> 
     with torch.no_grad():
         images = torch.randn(1, 3, 64, 64)
         assert torch.equal(back.detector().backbone(images)["0"], file.detector().backbone(images)["0"])
+
+
+def test_files_of_version_0_1(encoder_file: Backbone, tmp_path: Path) -> None:
+    """They name their pyramid: fpn is the one that is left."""
+    file = detector_file(encoder_file)
+    for pyramid in ("fpn", "simple"):
+        header = json.loads(file.header())
+        header["shape"]["pyramid"] = pyramid
+        metadata = {"patchmix-detector": json.dumps(header)}
+        save_file(file.weights, tmp_path / f"{pyramid}.safetensors", metadata=metadata)
+    assert load_detector(tmp_path / "fpn.safetensors").digest() == file.digest()
+    with pytest.raises(ValueError, match=r"the pyramid .simple. of version 0\.1, which is gone; train it again"):
+        load_detector(tmp_path / "simple.safetensors")
 
 
 def test_files_that_are_no_detectors(encoder_file: Backbone, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_it_is_pycocotools_on_the_saved_files(coco_mini: Path, tmp_path: Path) -
         assert np.mean(per_class) == pytest.approx(evaluation.stats[0])
 
 
-def test_judging_leaves_the_truth_as_it_was(coco: Path) -> None:
+def test_evaluation_leaves_the_truth_as_it_was(coco: Path) -> None:
     source = open_split(coco, "val2017")
     before = [source.annotations(i) for i in range(len(source))]
     fingerprint = source.fingerprint()
@@ -119,8 +119,8 @@ def test_finding_a_crowd_is_no_mistake(coco: Path) -> None:
 
 def test_the_files_have_boxes_or_masks(coco: Path, tmp_path: Path) -> None:
     source = open_split(coco, "val2017")
-    paths = save_detections(tmp_path, truth_as_detections(source))
-    boxes, masks = (json.loads(path.read_text()) for path in paths)
+    save_detections(tmp_path, truth_as_detections(source))
+    boxes, masks = (json.loads((tmp_path / f"detections.{kind}.json").read_text()) for kind in ("bbox", "segm"))
     assert set(boxes[0]) == {"image_id", "category_id", "bbox", "score"}
     assert set(masks[0]) == {"image_id", "category_id", "segmentation", "score"}
     assert coco_of({"images": [], "annotations": [], "categories": []}).anns == {}

@@ -1,4 +1,4 @@
-"""From an encoder to box and mask AP: training, resuming, judging, looking; in one process and in two."""
+"""From an encoder to box and mask AP: training, resuming, evaluating, drawing; in one process and in two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from patchmix.evaluate.detection import DetectSettings, detect, evaluate_only, load_detector, predict
 from patchmix.evaluate.detection import training as training_module
 from patchmix.evaluate.detection.coco import open_split
-from patchmix.evaluate.detection.pictures import beside_truth, colour, draw
+from patchmix.evaluate.detection.inference import beside_truth, color, draw
 from patchmix.evaluate.results import read_results
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.nn.vit import create_encoder
@@ -43,12 +43,9 @@ def with_(**changes: Any) -> DetectSettings:
     return DetectSettings(**{**vars(TINY), **changes})
 
 
-@pytest.mark.parametrize("pyramid", ["fpn", "simple"])
-def test_from_an_encoder_to_everything_it_leaves(
-    encoder_file: Backbone, coco: Path, tmp_path: Path, pyramid: Any
-) -> None:
+def test_from_an_encoder_to_everything_it_leaves(encoder_file: Backbone, coco: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = detect(encoder_file, coco, out, with_(pyramid=pyramid), device="cpu", pictures=2)
+    result = detect(encoder_file, coco, out, TINY, device="cpu", pictures=2)
     assert result.protocol == "detect" and result.images == 4
     assert {"box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75"} <= set(result.metrics)
     assert result.weights == encoder_file.digest()
@@ -59,7 +56,7 @@ def test_from_an_encoder_to_everything_it_leaves(
     rows = read_metrics(folder / "metrics.jsonl")
     trained = [row for row in rows if row["kind"] == "train"]
     assert trained[-1]["step"] == 4 and {"loss", "class", "box", "mask", "lr"} <= set(trained[-1])
-    assert [row["step"] for row in rows if row["kind"] == "monitor"] == [4], "an untrained detector is not judged"
+    assert [row["step"] for row in rows if row["kind"] == "monitor"] == [4], "an untrained detector is not evaluated"
     assert sorted(path.name for path in (folder / "pictures").iterdir()) == ["0.png", "1.png"]
     picture = cv2.imread(str(folder / "pictures" / "0.png"))
     assert picture.shape == (60, 2 * 80 + 8, 3)
@@ -76,7 +73,7 @@ def test_from_an_encoder_to_everything_it_leaves(
 def test_a_stopped_training_goes_on_and_ends_the_same(
     encoder_file: Backbone, coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = with_(epochs=3, schedule="step", accumulate=2)
+    settings = with_(epochs=3, accumulate=2)
     detect(encoder_file, coco, tmp_path / "straight", settings, device="cpu", pictures=0)
 
     class PowerCut(Exception):
@@ -134,7 +131,7 @@ def test_from_scratch_and_from_a_detector_of_other_classes(coco: Path, tmp_path:
         torch.testing.assert_close(tensor, before.weights[name])
 
 
-def test_mistakes_are_told_in_one_line(encoder_file: Backbone, coco: Path, tmp_path: Path, make_split: Any) -> None:
+def test_mistakes_are_named_in_one_line(encoder_file: Backbone, coco: Path, tmp_path: Path, make_split: Any) -> None:
     def fails(message: str, **changes: Any) -> None:
         arguments: dict[str, Any] = {"backbone": encoder_file, "data": coco, "out": tmp_path / "out", "settings": TINY}
         with pytest.raises(ValueError, match=message) as caught:
@@ -202,13 +199,13 @@ def test_a_mask_is_tinted_and_a_box_outlined(coco: Path) -> None:
     annotation = source.objects(1)[0]
     drawn = draw(image, [annotation], {7: "rectangle"})
     x, y, w, h = (round(v) for v in annotation["bbox"])
-    assert tuple(drawn[y + h, x + w // 2]) == colour(7)
+    assert tuple(drawn[y + h, x + w // 2]) == color(7)
     middle = drawn[y + h - 4, x + w // 2]
-    assert np.abs(middle - (0.55 * 250 + 0.45 * np.array(colour(7)))).max() <= 1
+    assert np.abs(middle - (0.55 * 250 + 0.45 * np.array(color(7)))).max() <= 1
     assert np.array_equal(drawn[-1, -1], image[-1, -1])
     both = beside_truth(image, [annotation], [], {7: "rectangle"})
     assert np.array_equal(both[:, :48], drawn) and np.array_equal(both[:, -48:], image)
-    assert len({colour(k) for k in range(1, 91)}) == 90
+    assert len({color(k) for k in range(1, 91)}) == 90
 
 
 # ------------------------------------------------------------------------------------------------------ two processes
@@ -240,7 +237,7 @@ with distributed.process_group(torch.device("cpu")):
 def test_two_processes_see_every_image_once(
     encoder_file: Backbone, coco: Path, tmp_path: Path, make_split: Any
 ) -> None:
-    """Five images in two parts: what is found is what one process finds. A broken image is told by both."""
+    """Five images in two parts: what is found is what one process finds. A broken image is an error in both."""
     make_split(coco, "broken2017", 3)
     (coco / "broken2017" / "2.png").write_bytes(b"broken")
     encoder_file.save(tmp_path / "encoder.safetensors")

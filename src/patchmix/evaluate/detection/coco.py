@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ class Category:
 class CocoImages:
     """Images by position with their objects; a `Source` for the loader, and the truth for pycocotools.
 
-    Labels are 1 … K in the order of category ids; 0 is the background. What the file says is kept as text in one
-    array: as Python objects, COCO's 860,000 annotations would be copied into every worker by mere reading.
+    Labels are 1 … K in the order of category ids; 0 is the background. The annotations are kept as text in one array:
+    reading COCO's 860,000 Python objects would copy them into every worker.
     """
 
     labels: Labels | None = None  # an image has many
@@ -53,7 +53,7 @@ class CocoImages:
             raise ValueError(f"{annotations} lists no images; give a file with at least one")
         _check_once([entry["id"] for entry in images], "image id", annotations)
         _check_once([a.get("id") for a in dataset["annotations"]], "annotation id", annotations)
-        self._check_files(images)
+        _check_files(images, folder, annotations)
         by_id = {entry["id"]: entry for entry in images}
         objects: dict[int, list[dict[str, Any]]] = {number: [] for number in by_id}
         for annotation in dataset["annotations"]:
@@ -63,8 +63,6 @@ class CocoImages:
         self._ends = np.cumsum([len(record) for record in records])
         self._text = np.frombuffer(b"".join(records), np.uint8)
         self.chosen = np.arange(len(images))
-
-    # ------------------------------------------------------------------------------------------- the loader's source
 
     @property
     def name(self) -> str:
@@ -81,7 +79,7 @@ class CocoImages:
         return f"{self._folder.name}/{self.entry(index)['file_name']}"
 
     def load(self, index: int) -> Pixels:
-        """uint8 (H, W, 3) of the size that the file says; a ValueError where they disagree."""
+        """uint8 (H, W, 3); a ValueError where its size is not the one in the annotation file."""
         entry, key = self.entry(index), self.key(index)
         try:
             data = (self._folder / entry["file_name"]).read_bytes()
@@ -103,19 +101,14 @@ class CocoImages:
 
     def fingerprint(self) -> str:
         """SHA-256 over images and objects as the file lists them, and which of them are used."""
-        sha = hashlib.sha256(self._text.data)
-        sha.update(repr(self.categories).encode())
-        sha.update(self.chosen.tobytes())
-        return sha.hexdigest()
-
-    # --------------------------------------------------------------------------------------------------- the objects
+        return hashlib.sha256(self._text.tobytes() + repr(self.categories).encode() + self.chosen.tobytes()).hexdigest()
 
     def entry(self, index: int) -> dict[str, Any]:
-        """What the file says about an image: id, file_name, height, width."""
+        """An image's id, file_name, height and width."""
         return self._record(index)[0]
 
     def annotations(self, index: int) -> list[dict[str, Any]]:
-        """All that the file says is in an image, crowds and boxes without area included."""
+        """All annotations of an image, crowds and boxes without area included."""
         return self._record(index)[1]
 
     def objects(self, index: int) -> list[dict[str, Any]]:
@@ -124,7 +117,7 @@ class CocoImages:
         return [a for a in annotations if not a["iscrowd"] and _has_area(a["bbox"], entry)]
 
     def truth(self) -> COCO:
-        """The chosen images and all their annotations for pycocotools; a new one each time, for it writes into it."""
+        """The chosen images and all their annotations; a new object each time, because pycocotools changes it."""
         records = [self._record(i) for i in range(len(self))]
         return coco_of(
             {
@@ -144,11 +137,15 @@ class CocoImages:
     def label(self, annotation: dict[str, Any]) -> int:
         return self._label_of[annotation["category_id"]]
 
+    def names(self) -> dict[int, str]:
+        """The classes' names by their category ids."""
+        return {category.id: category.name for category in self.categories}
+
     def with_objects(self) -> CocoImages:
-        """The images that have something to learn from."""
+        """The images with objects to learn from."""
         kept = [i for i in range(len(self)) if self.objects(i)]
         if not kept:
-            raise ValueError(f"{self._file} has no object in any image; there is nothing to learn")
+            raise ValueError(f"{self._file} has no object in any image; there is nothing to learn from")
         return self.only(kept)
 
     def only(self, positions: Sequence[int]) -> CocoImages:
@@ -157,18 +154,6 @@ class CocoImages:
         other.__dict__.update(self.__dict__)
         other.chosen = self.chosen[np.asarray(positions, np.int64)]
         return other
-
-    def _check_files(self, images: Sequence[dict[str, Any]]) -> None:
-        if not self._folder.is_dir():
-            raise ValueError(f"{self._folder} is not a folder; it should hold the images that {self._file.name} lists")
-        present = {path.name for path in self._folder.iterdir()}
-        for entry in images:
-            name = entry["file_name"]
-            if name not in present and not (self._folder / name).is_file():
-                raise ValueError(
-                    f"{self._folder / name} (image id {entry['id']} in {self._file.name}) does not exist; "
-                    "is this the right image folder?"
-                )
 
 
 def open_split(data: Path, split: str, *, images: str | None = None, annotations: str | None = None) -> CocoImages:
@@ -179,7 +164,7 @@ def open_split(data: Path, split: str, *, images: str | None = None, annotations
 
 
 def coco_of(dataset: dict[str, Any]) -> COCO:
-    """pycocotools' object for a parsed file, without its chatter."""
+    """pycocotools' object for a parsed file."""
     coco = COCO()
     coco.dataset = dataset
     with silence():
@@ -187,11 +172,9 @@ def coco_of(dataset: dict[str, Any]) -> COCO:
     return coco
 
 
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """pycocotools prints as it goes."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+def silence() -> contextlib.AbstractContextManager[Any]:
+    """Without pycocotools' printed progress."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def mask_of(annotation: dict[str, Any], height: int, width: int) -> Mask:
@@ -208,9 +191,6 @@ def mask_of(annotation: dict[str, Any], height: int, width: int) -> Mask:
             f"annotation {annotation.get('id')} of image id {annotation.get('image_id')} has a mask that can't be "
             f"decoded ({error}); repair the annotation file"
         ) from error
-
-
-# ------------------------------------------------------------------------------------------------- reading and checking
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -241,10 +221,20 @@ def _image(entry: dict[str, Any], path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: image {entry['id']} has file_name {name!r}; it must lie below the image folder")
     for side in ("height", "width"):
         if not isinstance(entry.get(side), int) or entry[side] < 1:
-            raise ValueError(
-                f"{path}: {name} (image id {entry['id']}) has {side} {entry.get(side)}; it must be 1 or more"
-            )
+            where = f"{path}: {name} (image id {entry['id']})"
+            raise ValueError(f"{where} has {side} {entry.get(side)}; it must be 1 or more")
     return entry
+
+
+def _check_files(images: Sequence[dict[str, Any]], folder: Path, file: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; it should hold the images that {file.name} lists")
+    present = {path.name for path in folder.iterdir()}
+    for entry in images:
+        name = entry["file_name"]
+        if name not in present and not (folder / name).is_file():
+            where = f"{folder / name} (image id {entry['id']} in {file.name})"
+            raise ValueError(f"{where} does not exist; is this the right image folder?")
 
 
 def _check_once(ids: Sequence[Any], what: str, path: Path) -> None:
@@ -258,7 +248,7 @@ def _check_once(ids: Sequence[Any], what: str, path: Path) -> None:
 
 
 def _check(annotation: dict[str, Any], images: dict[int, Any], labels: dict[int, int], path: Path) -> None:
-    """Raises with the image's name where something is wrong; fills in `iscrowd` and `area` where they are left out."""
+    """Raises with the image's name where something is wrong; fills in `iscrowd` and `area` where they are missing."""
     number, image_id = annotation["id"], annotation.get("image_id")
     if image_id not in images:
         raise ValueError(f"{path}: annotation {number} is for image id {image_id}, which is not in its images")
@@ -279,14 +269,12 @@ def _check(annotation: dict[str, Any], images: dict[int, Any], labels: dict[int,
 
 def _wrong_shape(shape: Any, entry: dict[str, Any]) -> str | None:
     """What is wrong with a segmentation, or None."""
-    if isinstance(shape, list):
-        if not shape:
-            return "has no segmentation; Mask R-CNN learns masks, so every object needs one"
+    if isinstance(shape, list) and shape:
         for polygon in shape:
             if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2:
                 return "has a polygon that is not a list of at least three points x, y"
             if not all(isinstance(v, int | float) and math.isfinite(v) for v in polygon):
-                return "has a polygon with something else than numbers"
+                return "has a polygon with something other than numbers"
         return None
     if isinstance(shape, dict):
         size = [entry["height"], entry["width"]]

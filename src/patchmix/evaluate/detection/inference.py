@@ -1,11 +1,14 @@
-"""A detector over a set of images, shared by all processes: every image once, as COCO's result entries."""
+"""What a detector finds: in a set of images, shared by all processes, as COCO's result entries; and pictures of it."""
 
 from __future__ import annotations
 
+import colorsys
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 from pycocotools import mask as rle
@@ -13,17 +16,21 @@ from torch import Tensor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from patchmix import distributed
+from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode
 from patchmix.data.loader import one_pass
 from patchmix.data.views import to_float
-from patchmix.device import autocast_dtype
-from patchmix.evaluate.detection.coco import Category, CocoImages
-from patchmix.evaluate.detection.model import Detection, Detector
+from patchmix.device import autocast_dtype, resolve_device
+from patchmix.evaluate.detection.coco import Category, CocoImages, mask_of
+from patchmix.evaluate.detection.model import Detection, Detector, load_detector
 from patchmix.evaluate.detection.views import FittedViews
 from patchmix.evaluate.features import gather_rows
+from patchmix.files import write_text, writing
 from patchmix.progress import progress_bar
 
 Entry = dict[str, Any]  # image_id, category_id, bbox (x, y, width, height), score, segmentation
 _ROW = 1024  # bytes sent as one row between processes
+_GOLDEN = 0.618033988749895  # steps of the golden ratio keep neighboring hues apart
+_GAP = 8  # px between two pictures
 
 
 @torch.no_grad()
@@ -38,7 +45,7 @@ def detect_all(
     batch_size: int = 1,
     workers: int = 0,
 ) -> list[Entry]:
-    """What the detector finds in every image of `source`, in its order, on every process.
+    """The detections in every image of `source`, in its order, on every process.
 
     An image that can't be read is an error, not a gap: it would change what the numbers mean.
     """
@@ -47,25 +54,20 @@ def detect_all(
     lines: list[str] = []
     errors: list[str] = []
     rank, world_size = distributed.rank(), distributed.world_size()
-    batches = one_pass(
-        source,
-        FittedViews(size=image_size, mean=mean),
-        batch_size=batch_size,
-        workers=workers,
-        rank=rank,
-        world_size=world_size,
-    )
+    views = FittedViews(size=image_size, mean=mean)
     try:
         with progress_bar("detection", -(-len(source) // world_size), distributed.is_main()) as advance:
-            for batch in batches:
+            for batch in one_pass(
+                source, views, batch_size=batch_size, workers=workers, rank=rank, world_size=world_size
+            ):
                 errors += batch.bad
-                found = detect_batch(detector, batch.views, mean=mean, std=std, device=device)
-                for index, entries in zip(batch.indices.tolist(), found, strict=True):
+                detections = detect_batch(detector, batch.views, mean=mean, std=std, device=device)
+                for index, entries in zip(batch.indices.tolist(), detections, strict=True):
                     image_id = source.entry(index)["id"]
                     named = [as_entry(one, source.categories) | {"image_id": image_id} for one in entries]
                     lines.append(json.dumps({"index": index, "entries": named}))
-                advance(len(found))
-    except ValueError as error:  # told to all: the others would wait for this process
+                advance(len(detections))
+    except ValueError as error:  # raised on all processes below: the others would wait for this one
         errors.append(str(error))
     finally:
         detector.train(was_training)
@@ -98,19 +100,12 @@ def detect_batch(
 
 def _entries(detection: Detection, size: Sequence[int]) -> list[Entry]:
     seen_height, seen_width, height, width = size
-    boxes = (
-        detection["boxes"].float().cpu()
-        / torch.tensor([seen_width, seen_height] * 2)
-        * torch.tensor([width, height] * 2)
-    )
-    if not len(boxes):
-        return []
-    # One at a time: a hundred masks of a large photo would take gigabytes.
-    masks = detection["masks"].float().cpu()
+    boxes = detection["boxes"].float().cpu()
+    boxes = boxes / torch.tensor([seen_width, seen_height] * 2) * torch.tensor([width, height] * 2)
+    columns = boxes, detection["masks"].float().cpu(), detection["labels"].tolist(), detection["scores"].tolist()
     entries = []
-    for box, mask, label, score in zip(
-        boxes, masks, detection["labels"].tolist(), detection["scores"].tolist(), strict=True
-    ):
+    for box, mask, label, score in zip(*columns, strict=True):
+        # One mask at a time: a hundred masks of a large photo would take gigabytes.
         pasted = paste_masks_in_image(mask[None], box[None], (height, width))[0, 0] > 0.5
         coded = rle.encode(np.asfortranarray(pasted.numpy().astype(np.uint8)))
         x0, y0, x1, y1 = box.tolist()
@@ -125,10 +120,10 @@ def _entries(detection: Detection, size: Sequence[int]) -> list[Entry]:
     return entries
 
 
-def as_entry(found: Entry, categories: Sequence[Category]) -> Entry:
+def as_entry(detection: Entry, categories: Sequence[Category]) -> Entry:
     """The label's own category id in place of the label."""
-    entry = {key: value for key, value in found.items() if key != "label"}
-    return {"category_id": categories[found["label"] - 1].id, **entry}
+    entry = {key: value for key, value in detection.items() if key != "label"}
+    return {"category_id": categories[detection["label"] - 1].id, **entry}
 
 
 def gather_text(text: str, device: torch.device) -> str:
@@ -137,3 +132,133 @@ def gather_text(text: str, device: torch.device) -> str:
     data += b"\n" * (-len(data) % _ROW)
     rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, _ROW)
     return gather_rows(rows, device).numpy().tobytes().decode()
+
+
+@torch.no_grad()
+def predict(
+    detector: str | Path,
+    images: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    threshold: float = 0.5,
+    device: str = "auto",
+) -> list[Path]:
+    """Draws detections on images: for each image a PNG file in `out`, and predictions.json with all detections.
+
+    images: files, or folders whose images are taken, however deep.
+    threshold: the lowest score that is drawn and listed.
+    """
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold is {threshold}; it must be in [0, 1]")
+    file, out = load_detector(Path(detector)), Path(out)
+    target = resolve_device(device)
+    network = file.detector().to(target)
+    views = FittedViews(size=file.shape.image_size, mean=file.mean)
+    names = {category.id: category.name for category in file.categories}
+    listed, written = [], list[Path]()
+    for path in _image_files(images):
+        try:
+            pixels = decode(path.read_bytes(), str(path))
+        except OSError as error:
+            raise ValueError(f"{path} can't be read ({error.strerror}); give image files or folders") from error
+        except DecodeError as error:
+            raise ValueError(f"{error}; give image files or folders") from error
+        arrays = views([pixels], epoch=0, indices=np.zeros(1, np.int64))
+        made = [torch.from_numpy(array) for array in arrays]
+        detections = detect_batch(network, made, mean=file.mean, std=file.std, device=target)[0]
+        kept = [as_entry(one, file.categories) for one in detections if one["score"] >= threshold]
+        written.append(_free_name(out, path.stem, written))
+        write_picture(written[-1], draw(pixels, kept, names))
+        objects = [one | {"name": names[one["category_id"]]} for one in kept]
+        listed.append({"image": str(path), "picture": written[-1].name, "objects": objects})
+    write_text(out / "predictions.json", json.dumps(listed, indent=1, ensure_ascii=False) + "\n")
+    return written
+
+
+def _image_files(images: str | Path | Sequence[str | Path]) -> list[Path]:
+    given: Sequence[Any] = [images] if isinstance(images, str | Path) else images
+    files: list[Path] = []
+    for path in map(Path, given):
+        if path.is_dir():
+            files += sorted(one for one in path.rglob("*") if one.suffix.lower() in EXTENSIONS)
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise ValueError(f"{path} does not exist; give image files or folders")
+    if not files:
+        raise ValueError("there are no images to look at; give image files, or a folder that holds some")
+    return files
+
+
+def _free_name(out: Path, stem: str, taken: Sequence[Path]) -> Path:
+    """Two images of one name, from two folders, get two pictures."""
+    path, number = out / f"{stem}.png", 1
+    while path in taken:
+        number += 1
+        path = out / f"{stem}-{number}.png"
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+
+def draw(image: Pixels, entries: Sequence[Entry], names: Mapping[int, str]) -> Pixels:
+    """uint8 (H, W, 3) with each entry's mask tinted, its box outlined and its class (and score) written; a new array.
+
+    Entries are annotations or detections of COCO: category_id, bbox, segmentation, perhaps a score.
+    """
+    height, width = image.shape[:2]
+    canvas = image.copy()
+    thickness = max(1, round(max(height, width) / 400))
+    for entry in entries:
+        inside = mask_of(entry, height, width).astype(bool)
+        canvas[inside] = (0.55 * canvas[inside] + 0.45 * np.array(color(entry["category_id"]))).astype(np.uint8)
+    for entry in entries:
+        tint = color(entry["category_id"])
+        x, y, w, h = entry["bbox"]
+        cv2.rectangle(canvas, (round(x), round(y)), (round(x + w), round(y + h)), tint, thickness)
+        text = names[entry["category_id"]] + (f" {entry['score']:.2f}" if "score" in entry else "")
+        _write(canvas, text, round(x), round(y), tint)
+    return canvas
+
+
+def beside_truth(image: Pixels, truth: Sequence[Entry], found: Sequence[Entry], names: Mapping[int, str]) -> Pixels:
+    """The truth on the left, the detections on the right: (H, 2 W + gap, 3)."""
+    gap = np.full((image.shape[0], _GAP, 3), 255, np.uint8)
+    return np.concatenate([draw(image, truth, names), gap, draw(image, found, names)], axis=1)
+
+
+def save_pictures(
+    folder: Path, source: CocoImages, entries: Sequence[Entry], *, count: int, threshold: float = 0.5
+) -> None:
+    """The first `count` images of `source`, detections of at least `threshold` beside the truth, as PNG files."""
+    for index in range(min(count, len(source))):
+        entry = source.entry(index)
+        found = [one for one in entries if one["image_id"] == entry["id"] and one["score"] >= threshold]
+        picture = beside_truth(source.load(index), source.annotations(index), found, source.names())
+        write_picture(folder / f"{Path(entry['file_name']).stem}.png", picture)
+
+
+def write_picture(path: Path, pixels: Pixels) -> None:
+    """uint8 RGB → a PNG file."""
+    ok, data = cv2.imencode(".png", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))
+    assert ok
+    try:
+        with writing(path) as file:
+            file.write(data.tobytes())
+    except OSError as error:
+        raise ValueError(f"can't write {path} ({error.strerror}); choose another folder") from error
+
+
+def color(category: int) -> tuple[int, int, int]:
+    """RGB of a class, always the same."""
+    red, green, blue = colorsys.hsv_to_rgb(category * _GOLDEN % 1.0, 0.85, 1.0)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def _write(canvas: Pixels, text: str, x: int, y: int, tint: tuple[int, int, int]) -> None:
+    size = max(canvas.shape[:2]) / 1300 + 0.2
+    (width, height), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, size, 1)
+    x, y = max(0, min(x, canvas.shape[1] - width)), max(height + below, y)
+    cv2.rectangle(canvas, (x, y - height - below), (x + width, y), tint, cv2.FILLED)
+    cv2.putText(canvas, text, (x, y - below // 2), cv2.FONT_HERSHEY_SIMPLEX, size, (0, 0, 0), 1, cv2.LINE_AA)

@@ -1,10 +1,14 @@
-"""torchvision's Mask R-CNN (its proposals, heads and losses) on a ViT with a pyramid.
+"""torchvision's Mask R-CNN (its proposals, heads and losses) on a ViT with a pyramid, and its file.
 
 Shapes: N images, S the canvas's side, K classes without the background.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,14 +23,30 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import roi_align
 
 from patchmix.data.views import as_channels
-from patchmix.evaluate.detection.settings import Shape
+from patchmix.evaluate.detection.coco import Category
 from patchmix.evaluate.detection.views import Target
-from patchmix.interop.backbone import Architecture, Backbone
+from patchmix.interop.backbone import Architecture, digest, save_weights
+from patchmix.interop.importing import read_entries
 from patchmix.nn.pyramid import STRIDES, Pyramid
-from patchmix.nn.vit import create_encoder
+
+FILE = "detector.safetensors"
+_METADATA = "patchmix-detector"
+_CLASS_LAYERS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
 
 Detection = dict[str, Tensor]  # boxes (n, 4), labels (n,), scores (n,), masks (n, 1, 28, 28) inside the boxes
-_CLASS_LAYERS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a detector's weights depend on, and the size of its images; stored with the weights."""
+
+    image_size: int = 1024
+    patch_size: int | None = None
+    window: int = 16
+    global_blocks: int = 4
+    channels: int = 256
+    head_dim: int = 1024
+    smallest_anchor: int = 32
 
 
 class Detector(nn.Module):
@@ -53,10 +73,8 @@ class Detector(nn.Module):
             mask_predictor=MaskRCNNPredictor(channels, channels, classes + 1),
             box_batch_size_per_image=rois_per_image,
         )
-        for layer, std in (
-            (parts.roi_heads.box_predictor.cls_score, 0.01),
-            (parts.roi_heads.box_predictor.bbox_pred, 0.001),
-        ):
+        predictor = parts.roi_heads.box_predictor
+        for layer, std in ((predictor.cls_score, 0.01), (predictor.bbox_pred, 0.001)):
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
         self.backbone = backbone
@@ -69,7 +87,7 @@ class Detector(nn.Module):
     def forward(
         self, images: Tensor, sizes: list[tuple[int, int]], targets: list[Target] | None = None
     ) -> dict[str, Tensor] | list[Detection]:
-        """images: normalised (N, 3, S, S); sizes: what is seen of each on its canvas, (height, width).
+        """images: normalized (N, 3, S, S); sizes: the part of each canvas that is image, (height, width).
 
         In training the losses by name, in evaluation one `Detection` for each image.
         """
@@ -85,9 +103,8 @@ class Detector(nn.Module):
 class RegionPooling(nn.Module):
     """Features of `side` × `side` for each region, from the level that fits its size (FPN's equation 1).
 
-    In place of torchvision's, which guesses the strides from the visible sizes of the first images it sees, and keeps
-    them: on a canvas that jitter leaves mostly empty it guesses wrong for ever. This one also samples at the centres
-    of pixels (`aligned`), as detectron2 does.
+    torchvision's own pooling derives the strides from the visible sizes of the first images and keeps them, which
+    is wrong on canvases that jitter leaves mostly empty. As in detectron2, samples are at pixel centers (`aligned`).
     """
 
     def __init__(self, side: int, *, middle: float) -> None:
@@ -106,8 +123,8 @@ class RegionPooling(nn.Module):
         pooled = first.new_zeros(len(regions), first.shape[1], self.side, self.side)
         for number, stride in enumerate(STRIDES):
             chosen = torch.where(level == number)[0]
-            found = roi_align(levels[str(number)], regions[chosen], self.side, 1 / stride, 2, aligned=True)
-            pooled[chosen] = found.to(pooled.dtype)
+            values = roi_align(levels[str(number)], regions[chosen], self.side, 1 / stride, 2, aligned=True)
+            pooled[chosen] = values.to(pooled.dtype)
         return pooled
 
 
@@ -133,7 +150,6 @@ def build_detector(
         encoder = _with_patches(encoder, architecture, shape.patch_size, drop_path)
     backbone = Pyramid(
         encoder,
-        kind=shape.pyramid,
         channels=shape.channels,
         window=shape.window,
         global_blocks=shape.global_blocks,
@@ -142,12 +158,16 @@ def build_detector(
     return Detector(backbone, classes, shape=shape, rois_per_image=rois_per_image)
 
 
-def scratch(name: str, seed: int) -> Backbone:
-    """An encoder with random weights, for training without pre-training."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder = create_encoder(name)
-    return Backbone(Architecture.of(name, encoder), encoder.state_dict(), origin={"random": True, "seed": seed})
+def _with_patches(
+    encoder: VisionTransformer, architecture: Architecture, patch: int, drop_path: float
+) -> VisionTransformer:
+    grid = architecture.image_size // architecture.patch_size
+    other = dataclasses.replace(architecture, patch_size=patch, image_size=grid * patch)
+    weights = encoder.state_dict()
+    weights["patch_embed.proj.weight"] = resample_patch_embed(weights["patch_embed.proj.weight"], [patch, patch])
+    changed = other.create(drop_path=drop_path, any_image_size=True)
+    changed.load_state_dict(weights)
+    return changed
 
 
 def without_class_layers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -155,13 +175,93 @@ def without_class_layers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if not name.startswith(_CLASS_LAYERS)}
 
 
-def _with_patches(
-    encoder: VisionTransformer, architecture: Architecture, patch: int, drop_path: float
-) -> VisionTransformer:
-    grid = architecture.image_size // architecture.patch_size
-    other = Architecture(**{**vars(architecture), "patch_size": patch, "image_size": grid * patch})
-    weights = encoder.state_dict()
-    weights["patch_embed.proj.weight"] = resample_patch_embed(weights["patch_embed.proj.weight"], [patch, patch])
-    changed = other.create(drop_path=drop_path, any_image_size=True)
-    changed.load_state_dict(weights)
-    return changed
+@dataclass(frozen=True)
+class DetectorFile:
+    """detector.safetensors: weights, and in its metadata all that rebuilds the detector. `origin` is its encoder's."""
+
+    architecture: Architecture
+    shape: Shape
+    categories: tuple[Category, ...]
+    weights: dict[str, Tensor]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    def detector(self) -> Detector:
+        """The network with these weights, in evaluation mode."""
+        detector = build_detector(self.architecture, len(self.categories), self.shape)
+        detector.load_state_dict(self.weights)
+        return detector.eval()
+
+    def digest(self) -> str:
+        """SHA-256 over names and values."""
+        return digest(self.weights)
+
+    def header(self) -> str:
+        """All but the weights, as JSON."""
+        header = dataclasses.asdict(dataclasses.replace(self, weights={}))
+        del header["weights"]
+        return json.dumps(header, sort_keys=True)
+
+    def save(self, path: Path) -> None:
+        """Written to a temporary name, then renamed."""
+        save_weights(self.weights, path, {_METADATA: self.header()})
+
+
+def load_detector(path: Path) -> DetectorFile:
+    """From detector.safetensors, from the folder that `detect` left, or from a checkpoint of its training (.pt)."""
+    file = _file_in(path) if path.is_dir() else path
+    entries, metadata = read_entries(file)
+    if _METADATA in metadata:
+        header, weights = metadata[_METADATA], entries
+    elif isinstance(entries.get("identity"), dict) and "detector" in entries["identity"]:
+        header = entries["identity"]["detector"]
+        prefix = "encoder."  # the detector is what the training method calls its encoder
+        weights = {
+            name.removeprefix(prefix): tensor for name, tensor in entries["method"].items() if name.startswith(prefix)
+        }
+    else:
+        raise ValueError(f"{file} is not a detector; give a {FILE} or a checkpoint that `patchmix detect` wrote")
+    try:
+        parsed = json.loads(header)
+        pyramid = parsed["shape"].pop("pyramid", "fpn")  # in files of version 0.1
+        detector = DetectorFile(
+            Architecture(**parsed["architecture"]),
+            Shape(**parsed["shape"]),
+            tuple(Category(**category) for category in parsed["categories"]),
+            weights,
+            tuple(parsed["mean"]),
+            tuple(parsed["std"]),
+            parsed["origin"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} has damaged metadata ({error}); take another checkpoint of its training") from error
+    if pyramid != "fpn":
+        raise ValueError(f"{file} has the pyramid {pyramid!r} of version 0.1, which is gone; train it again")
+    _check_weights(detector, file)
+    return detector
+
+
+def _check_weights(detector: DetectorFile, file: Path) -> None:
+    with torch.device("meta"):
+        wanted = build_detector(detector.architecture, len(detector.categories), detector.shape).state_dict()
+    weights = detector.weights
+    problems = [f"{name} is missing" for name in wanted if name not in weights]
+    problems += [f"{name} is unknown" for name in sorted(set(weights) - set(wanted))]
+    problems += [
+        f"{name} is {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+    if problems:
+        raise ValueError(f"{file} does not hold the detector that its metadata says: {problems[0]}")
+
+
+def _file_in(folder: Path) -> Path:
+    """detector.safetensors there or in the newest folder below it; else the newest checkpoint."""
+    finished = [folder / FILE, *folder.glob(f"detect-*/{FILE}")]
+    unfinished = [*folder.glob("checkpoints/step-*.pt"), *folder.glob("detect-*/checkpoints/step-*.pt")]
+    for group in (finished, unfinished):
+        if present := [path for path in group if path.is_file()]:
+            return max(present, key=lambda path: path.stat().st_mtime)
+    raise ValueError(f"{folder} holds no detector; train one with `patchmix detect`")

@@ -35,7 +35,7 @@ class Scores:
 
 
 def score(source: CocoImages, entries: Sequence[Entry]) -> Scores:
-    """pycocotools' verdict on detections in the images of `source`; all entries count for boxes and for masks."""
+    """pycocotools' scores of detections in the images of `source`; all entries count for boxes and for masks."""
     metrics: dict[str, float] = {}
     classes = _class_rows(source)
     for name, kind in KINDS.items():
@@ -58,19 +58,16 @@ def score(source: CocoImages, entries: Sequence[Entry]) -> Scores:
 def part_of(entries: Sequence[Entry], kind: str) -> list[Entry]:
     """The entries with either boxes ("bbox") or masks ("segm") only.
 
-    An entry with both would be measured by its box's area when small, medium and large masks are told apart.
+    pycocotools sorts entries with both into small, medium and large by the area of the box, also for masks.
     """
     dropped = {"bbox": "segmentation", "segm": "bbox"}[kind]
     return [{key: value for key, value in entry.items() if key != dropped} for entry in entries]
 
 
-def save_detections(folder: Path, entries: Sequence[Entry]) -> list[Path]:
+def save_detections(folder: Path, entries: Sequence[Entry]) -> None:
     """detections.bbox.json and detections.segm.json: what COCO's own tools and server take."""
-    paths = []
     for kind in KINDS.values():
-        paths.append(folder / f"detections.{kind}.json")
-        write_text(paths[-1], json.dumps(part_of(entries, kind)))
-    return paths
+        write_text(folder / f"detections.{kind}.json", json.dumps(part_of(entries, kind)))
 
 
 def _results(truth: COCO, entries: list[Entry]) -> COCO:
