@@ -23,23 +23,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": set(),
     "launch": set(),
     "config": set(),
-    "settings": set(),
     "nn": {"distributed"},
     "interop": {"files", "data", "nn", "device"},
     "methods": {"mixing", "nn", "losses", "schedules", "distributed"},
     "train": {"files", "progress", "methods.method", "schedules", "distributed", "device"},
     "evaluate": {
-<<<<<<< HEAD
         *("files", "progress", "data", "nn", "losses", "schedules", "distributed", "device", "interop", "train"),
-        "methods.method",
+        *("methods.method", "settings"),
     },
     "report": {
         *("files", "progress", "data", "mixing", "nn", "losses", "interop", "train", "evaluate", "distributed"),
         "device",
-=======
-        *("files", "data", "nn", "losses", "schedules", "distributed", "device", "interop", "methods.method", "train"),
-        "settings",
->>>>>>> 3fe0c00 (The rooms that may import settings)
     },
     "recipes": {"config"},
     "study": {
