@@ -16,11 +16,14 @@ setup: .venv/.installed
 demo: setup
 	$(BIN)/patchmix demo
 
+# One worker for each core, four at most; all tests of a file run in the same one.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
 test: check
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: setup
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,11 @@ torch.set_num_threads(1)  # sums then have one order, and small products are qui
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 GOLDEN = Path(__file__).parent / "assets" / "golden"
+SMALL_RUN = [
+    *("model.dim=24", "model.depth=2", "method.head_hidden=16", "method.head_out=8", "method.num_mix=2"),
+    *("runtime.monitor_bank=32", "runtime.monitor_queries=16", "runtime.log_every=1", "runtime.monitor_every=1"),
+    "views.mean=[0.4, 0.5, 0.6]",  # not ImageNet's, so that a reader that ignores the run's own mean is noticed
+]
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +32,40 @@ def shared() -> Path:
 def golden_folder() -> Path:
     """Outputs of the authors' code; assets/golden/README.md says what they are."""
     return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run `tiny`: two epochs of two steps on generated images. For reading; `own_run` is a copy to write to."""
+    from patchmix.run import pretrain
+
+    out = tmp_path_factory.mktemp("runs") / "tiny"
+    pretrain(
+        "shapes:64",
+        out,
+        recipe="demo",
+        model="vit_tiny_patch8_32",
+        epochs=2,
+        batch_size=32,
+        workers=0,
+        device="cpu",
+        settings=SMALL_RUN,
+    )
+    return out
+
+
+@pytest.fixture
+def own_run(trained_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained_run, tmp_path / "tiny", symlinks=True))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's cache is neither read nor written."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PATCHMIX_CACHE", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
 
 
 @pytest.fixture(autouse=True)

@@ -25,16 +25,8 @@ def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
 
 TINY = [
     *("--recipe", "demo", "--model", "vit_tiny_patch8_32", "--workers", "0", "--batch-size", "32"),
-    *(
-        "--set",
-        "model.dim=24",
-        "--set",
-        "model.depth=1",
-        "--set",
-        "method.head_hidden=32",
-        "--set",
-        "method.head_out=16",
-    ),
+    *("--set", "model.dim=24", "--set", "model.depth=1"),
+    *("--set", "method.head_hidden=32", "--set", "method.head_out=16"),
     *("--set", "runtime.monitor_bank=64", "--set", "runtime.monitor_queries=32"),
 ]
 
@@ -103,11 +95,11 @@ def test_pretrain_leaves_a_complete_run_and_its_config_runs_again(tmp_path: Path
     assert third.encoder_path.exists()
 
 
-def test_init_from_a_model_of_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["pretrain", "shapes:64", "--out", str(tmp_path / "a"), "--epochs", "1", *TINY])
-    capsys.readouterr()
+def test_init_from_a_model_of_another_size(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wider = [*TINY, "--set", "model.dim=48"]
-    error = fails(capsys, "pretrain", "shapes:64", "--out", tmp_path / "b", *wider, "--init-from", tmp_path / "a")
+    error = fails(capsys, "pretrain", "shapes:64", "--out", tmp_path / "b", *wider, "--init-from", trained_run)
     assert "do not fit the model" in error
 
 
@@ -144,27 +136,22 @@ def test_a_run_is_repeated_from_its_configuration(tmp_path: Path, capsys: pytest
     assert "there is no configuration" in error
 
 
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cli") / "run"
-    main(["pretrain", "shapes:64", "--out", str(out), "--epochs", "1", *TINY])
-    return out
-
-
-def test_judge_embed_export_compare(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_compare_embed(own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import numpy as np
     import pyarrow.parquet as pq
 
     from patchmix.evaluate.results import read_results
 
-    run, set_up = str(tiny_run), ["--data", "shapes:80", "--device", "cpu"]
+    run, set_up = str(own_run), ["--data", "shapes:80", "--device", "cpu"]
     main(["knn", run, *set_up, "--k", "5", "10"])
     main(["linear", run, *set_up, "--protocol", "fast", "--epochs", "1"])
-    assert [result.protocol for result in read_results(tiny_run)] == ["knn", "linear-fast"]
-    assert read_results(tiny_run)[0].settings["k"] == 5
+    assert [result.protocol for result in read_results(own_run)] == ["knn", "linear-fast"]
+    assert read_results(own_run)[0].settings["k"] == 5
+    knn = read_results(own_run)[0].metrics["top1"]
     capsys.readouterr()
     main(["compare", run])
-    assert "run" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "tiny" in out and f"{100 * knn:.2f}" in out
 
     for name in ("e.parquet", "e.npy"):
         main(["embed", run, "--data", "shapes:80", "--out", str(tmp_path / name), "--device", "cpu"])
@@ -180,7 +167,7 @@ def test_judge_embed_export_compare(tiny_run: Path, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("verb", ["knn", "import", "export", "finetune"])
 @pytest.mark.parametrize("kind", ["text", "truncated", "pickle", "nan", "missing", "resnet"])
 def test_hostile_checkpoints(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, kind: str
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, kind: str
 ) -> None:
     import pickle
 
@@ -188,7 +175,7 @@ def test_hostile_checkpoints(
     from safetensors.torch import load_file
 
     path = tmp_path / "bad.pth"
-    weights = load_file(tiny_run / "encoder.safetensors")
+    weights = load_file(trained_run / "encoder.safetensors")
     if kind == "text":
         path.write_text("these are not weights")
     elif kind == "truncated":

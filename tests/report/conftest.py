@@ -1,4 +1,4 @@
-"""A tiny real run, judged by kNN, and a browser where there is one."""
+"""A small run with a kNN result, and a browser where there is one."""
 
 from __future__ import annotations
 
@@ -14,37 +14,12 @@ from patchmix.evaluate.knn import evaluate_knn
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
-from patchmix.run import pretrain
-
-SETTINGS = [
-    *("model.dim=24", "model.depth=2", "method.head_hidden=16", "method.head_out=8", "method.num_mix=2"),
-    *("runtime.monitor_bank=32", "runtime.monitor_queries=16", "runtime.log_every=1", "runtime.monitor_every=1"),
-]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PATCHMIX_CACHE", str(tmp_path_factory.mktemp("features")))
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs of two steps on generated images, with a kNN result."""
-    out = tmp_path_factory.mktemp("runs") / "tiny"
-    pretrain(
-        "shapes:64",
-        out,
-        recipe="demo",
-        model="vit_tiny_patch8_32",
-        epochs=2,
-        batch_size=32,
-        workers=0,
-        device="cpu",
-        settings=SETTINGS,
-    )
+def run(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained run, with a kNN result."""
+    out = Path(shutil.copytree(trained_run, tmp_path_factory.mktemp("runs") / "tiny", symlinks=True))
     evaluate_knn(load_backbone(out), "shapes:64", device="cpu", out=out, cache=False)
     return out
 

@@ -12,21 +12,18 @@ from patchmix.cli import main
 from patchmix.data.sources import open_source
 from patchmix.report.pictures import _position
 from patchmix.report.shown import Pictures, open_shown
-from patchmix.run import pretrain
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """photos/a/0.png … photos/b/11.png, and a tiny run."""
+def folder(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """photos/a/0.png … photos/b/11.png, and a small run."""
     root = tmp_path_factory.mktemp("named")
     source = open_source("shapes:64")
     for i in range(12):
         path = root / "photos" / "ab"[i % 2] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         cv2.imwrite(str(path), source.load(i)[:, :, ::-1].copy())
-    small = ["model.dim=24", "model.depth=1", "method.head_hidden=16", "method.head_out=8"]
-    settings = [*small, "runtime.monitor_bank=40", "runtime.monitor_queries=20"]
-    pretrain("shapes:64", root / "run", recipe="demo", epochs=1, batch_size=32, device="cpu", settings=settings)
+    shutil.copytree(trained_run, root / "run", symlinks=True)
     return root
 
 

@@ -8,22 +8,16 @@ import pytest
 from rich.console import Console
 
 from patchmix.evaluate.results import Result, append_result
-from patchmix.run import pretrain
 from patchmix.study.compare import compare, print_comparison
 from patchmix.study.reporting import facts_of, report_runs
 
-SMALL = ["model.dim=24", "model.depth=1", "method.head_hidden=16", "method.head_out=8", "runtime.monitor_bank=40"]
 
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("reporting") / "run"
-    settings = [*SMALL, "runtime.monitor_queries=20"]
-    pretrain("shapes:64", out, recipe="demo", epochs=1, batch_size=32, device="cpu", settings=settings)
+@pytest.fixture
+def run(own_run: Path) -> Path:
     common = {"fingerprint": "f", "encoder": "vit", "weights": "0123456789"}
-    append_result(out, Result("knn", {"top1": 0.5}, 100, "shapes", **common))
-    append_result(out, Result("detect", {"box_ap": 0.519, "mask_ap": 0.461}, 50, "coco", **common))
-    return out
+    append_result(own_run, Result("knn", {"top1": 0.5}, 100, "shapes", **common))
+    append_result(own_run, Result("detect", {"box_ap": 0.519, "mask_ap": 0.461}, 50, "coco", **common))
+    return own_run
 
 
 def test_detection_stands_beside_accuracies(run: Path) -> None:
