@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": set(),
     "config": set(),
     "nn": {"distributed"},
-    "interop": {"files", "data", "nn", "device"},
+    "interop": {"files", "settings", "data", "nn", "device"},
     "methods": {"mixing", "nn", "losses", "schedules", "distributed"},
     "train": {"files", "progress", "methods.method", "schedules", "distributed", "device"},
     "evaluate": {

@@ -207,7 +207,7 @@ class Import:
     """Of the authors' PatchMix, MoCo v3, DINO, iBOT, MAE, timm or torchvision."""
     out: Path  # A folder for encoder.safetensors.
     format: str | None = None
-    """patchmix-authors, mocov3, dino, ibot, mae, timm, torchvision or patchmix; by default found by its keys."""
+    """patchmix-authors, mocov3, dino, ibot, mae, timm or torchvision; by default found by its keys."""
     encoder: Literal["base", "momentum"] | None = None  # By default the one that the checkpoint's project evaluates.
     heads: Count | None = None  # Attention heads, which the tensors do not show; needed for unusual widths.
     image_size: Count | None = None  # By default found from the position embedding; interpolated if another.

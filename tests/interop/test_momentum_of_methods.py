@@ -37,7 +37,7 @@ def test_the_momentum_encoder_of_every_method(name: str, tmp_path: Path) -> None
     assert base.keys() == method.encoder.state_dict().keys()
     assert all(torch.equal(base[key], tensor) for key, tensor in method.encoder.state_dict().items())
     if name in WITHOUT:
-        with pytest.raises(ValueError, match="has no momentum encoder"):
+        with pytest.raises(ValueError, match="there is no momentum encoder"):
             load_backbone(tmp_path, encoder="momentum")
         return
     copies = [module for module in method.modules() if isinstance(module, MomentumCopy)]

@@ -45,18 +45,22 @@ class Architecture:
     depth: int
     heads: int
 
+    def __post_init__(self) -> None:
+        _, *numbers = dataclasses.astuple(self)
+        if any(type(number) is not int or number < 1 for number in numbers):
+            raise ValueError(f"{self} has sizes that are not whole numbers above 0")
+
     @staticmethod
     def of(name: str, encoder: VisionTransformer) -> Architecture:
         blocks: Any = encoder.blocks
-        patch, image = encoder.patch_embed.patch_size, encoder.patch_embed.img_size
         return Architecture(
             name=name,
-            image_size=int(image[0]),
-            patch_size=int(patch[0]),
-            in_chans=int(encoder.patch_embed.proj.in_channels),
-            dim=int(encoder.embed_dim),
+            image_size=encoder.patch_embed.img_size[0],
+            patch_size=encoder.patch_embed.patch_size[0],
+            in_chans=encoder.patch_embed.proj.in_channels,
+            dim=encoder.embed_dim,
             depth=len(blocks),
-            heads=int(blocks[0].attn.num_heads),
+            heads=blocks[0].attn.num_heads,
         )
 
     def create(self, *, drop_path: float = 0.0, any_image_size: bool = False) -> VisionTransformer:
@@ -64,6 +68,8 @@ class Architecture:
 
     def check(self, weights: Mapping[str, Tensor], complaint: str) -> None:
         """A ValueError that begins with `complaint` unless all names and shapes are those of this architecture."""
+        if self.depth > len(weights):  # before a damaged file makes us build a million blocks
+            raise ValueError(f"{complaint}: {len(weights)} tensors are too few for depth {self.depth}")
         with torch.device("meta"):  # shapes only, no memory
             wanted = {name: tuple(tensor.shape) for name, tensor in self.create().state_dict().items()}
         given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -162,20 +168,20 @@ class Backbone:
         save_weights(self.weights, path, {"patchmix": json.dumps(header)}, overwrite=overwrite)
 
     @staticmethod
-    def from_file(path: Path, weights: dict[str, Tensor], header: str) -> Backbone:
-        """What `save` wrote to `path`, from its tensors and metadata."""
+    def from_metadata(header: str, weights: dict[str, Tensor]) -> Backbone:
+        """What `save` wrote."""
         try:
             entries = json.loads(header)
             backbone = Backbone(
                 architecture=Architecture(**entries["architecture"]),
                 weights=weights,
-                mean=tuple(entries["mean"]),
-                std=tuple(entries["std"]),
-                origin=entries["origin"],
+                mean=tuple(map(float, entries["mean"])),
+                std=tuple(map(float, entries["std"])),
+                origin=dict(entries["origin"]),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} has damaged patchmix metadata ({error}); export it again from its run") from error
-        backbone.architecture.check(weights, f"{path} does not hold the encoder that its metadata describes")
+            raise ValueError(f"damaged patchmix metadata ({error}); export it again from its run") from error
+        backbone.architecture.check(weights, "this is not the encoder that the metadata describes")
         return backbone
 
 

@@ -1,63 +1,60 @@
-"""Backbone → files for timm, torchvision, the Hugging Face Hub and ONNX. Each says how it is opened again."""
+"""Backbone → files for timm, torchvision, the Hugging Face Hub and ONNX, and the code that opens them there."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import timm
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from patchmix.files import replacing
-from patchmix.interop.backbone import Architecture, Backbone
-from patchmix.interop.layouts import ENCODER_TENSOR
-from patchmix.interop.onnx_file import write_onnx
-from patchmix.interop.torchvision_names import to_torchvision
+from patchmix.interop.backbone import Architecture, Backbone, save_weights
+from patchmix.interop.layouts import ENCODER_TENSOR, to_torchvision
+from patchmix.interop.loading import load_backbone
+from patchmix.settings import Export
 
 FORMATS = ("timm", "torchvision", "huggingface", "onnx")
+TOLERANCE = 1e-4  # of ONNX's features against torch's
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and the Python lines that open it."""
+    """What was written, and the Python code that opens it."""
 
     files: list[Path]
     usage: str
 
 
+def export_weights(settings: Export) -> Exported:
+    """Writes an encoder for another program, and prints the code that opens it there."""
+    backbone = load_backbone(settings.weights, encoder=settings.encoder)
+    exported = export(backbone, settings.out, settings.format, overwrite=settings.overwrite)
+    print("\n".join([*(f"wrote {path}" for path in exported.files), "", exported.usage]))
+    return exported
+
+
 def export(backbone: Backbone, out: Path, format: str, *, overwrite: bool = False) -> Exported:
-    """Writes the encoder for another program; `Exported.usage` is the exact code that loads it.
+    """Every file is written under a temporary name first; one that exists with other content needs `overwrite`.
 
     timm: a safetensors state dict that loads strictly into `timm.create_model(…, num_classes=0, …)`.
-    torchvision: a safetensors state dict with torchvision's names; strict once `model.heads` is an Identity, since an
-        encoder has no classifier.
+    torchvision: the same with torchvision's names; strict once `model.heads` is an Identity.
     huggingface: a folder with config.json and model.safetensors, for `timm.create_model("local-dir:…")` or the Hub.
-    onnx: `images` (N, 3, S, S), normalised with the mean and std in the file's metadata → `features` (N, dim), the
-        class token; any N. Checked against torch to 1e-4 before it gets its name.
-    Every file is written under a temporary name first. One that exists with other content is kept, with a ValueError,
-    unless `overwrite`.
+    onnx: `images` (N, 3, S, S), normalized with the mean and std in the file's metadata → `features` (N, dim), the
+        class token; any N.
     """
-    out = Path(out)
-    file = backbone
-    if format == "timm":
-        file.save(out, overwrite=overwrite)
-        return Exported([out], _timm_usage(file.architecture, out))
-    if format == "torchvision":
-        _save_state(torchvision_state(file), out, overwrite=overwrite)
-        return Exported([out], _torchvision_usage(file, out))
-    if format == "huggingface":
-        return _huggingface(file, out, overwrite=overwrite)
-    if format == "onnx":
-        with replacing(out, overwrite=overwrite) as temporary:
-            write_onnx(file, temporary)
-        return Exported([out], _onnx_usage(file, out))
-    raise ValueError(f"export format {format!r} is unknown; it must be one of {', '.join(FORMATS)}")
+    writers = {"timm": _timm, "torchvision": _torchvision, "huggingface": _huggingface, "onnx": _onnx}
+    if format not in writers:
+        raise ValueError(f"export format {format!r} is unknown; it must be one of {', '.join(FORMATS)}")
+    return writers[format](backbone, Path(out), overwrite)
 
 
 # --------------------------------------------------------------------------------------------- timm and Hugging Face
@@ -80,102 +77,144 @@ def timm_arguments(architecture: Architecture) -> tuple[str, dict[str, int]]:
     return name, arguments
 
 
-def _timm_usage(architecture: Architecture, out: Path) -> str:
-    name, arguments = timm_arguments(architecture)
+def _timm(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
+    backbone.save(out, overwrite=overwrite)
+    name, arguments = timm_arguments(backbone.architecture)
     listed = ", ".join(f"{key}={value}" for key, value in arguments.items())
-    return (
-        "import timm\n"
-        "from safetensors.torch import load_file\n\n"
-        f'model = timm.create_model("{name}", num_classes=0, {listed})\n'
-        f"model.load_state_dict(load_file({str(out)!r}))"
-    )
+    usage = f"""\
+import timm
+from safetensors.torch import load_file
+
+model = timm.create_model("{name}", num_classes=0, {listed})
+model.load_state_dict(load_file({str(out)!r}))"""
+    return Exported([out], usage)
 
 
-def _huggingface(file: Backbone, out: Path, *, overwrite: bool) -> Exported:
+def _huggingface(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
     """The layout of timm's own Hub folders, which `local-dir:` and `hf-hub:` read."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; a Hugging Face export is a folder, so give another name")
-    name, arguments = timm_arguments(file.architecture)
-    pixels = file.architecture.image_size
-    config = {
+    name, arguments = timm_arguments(backbone.architecture)
+    pixels = backbone.architecture.image_size
+    content = {
         "architecture": name,
         "num_classes": 0,
-        "num_features": file.architecture.dim,
+        "num_features": backbone.architecture.dim,
         "model_args": arguments,
         "pretrained_cfg": {
             "tag": "patchmix",
             "custom_load": False,
-            "input_size": [file.architecture.in_chans, pixels, pixels],
+            "input_size": [backbone.architecture.in_chans, pixels, pixels],
             "fixed_input_size": True,
             "interpolation": "bicubic",
             "crop_pct": 1.0,
             "crop_mode": "center",
-            "mean": list(file.mean),
-            "std": list(file.std),
+            "mean": list(backbone.mean),
+            "std": list(backbone.std),
             "num_classes": 0,
             "first_conv": "patch_embed.proj",
             "classifier": "head",
         },
     }
-    weights, settings = out / "model.safetensors", out / "config.json"
-    text = json.dumps(config, indent=2) + "\n"
-    if settings.exists() and not overwrite and settings.read_text() != text:  # before anything is written
-        raise ValueError(
-            f"{settings} exists and differs; give another folder, or allow it with overwrite (--overwrite)"
-        )
-    file.save(weights, overwrite=overwrite)
-    with replacing(settings, overwrite=overwrite) as temporary:
+    weights, config = out / "model.safetensors", out / "config.json"
+    text = json.dumps(content, indent=2) + "\n"
+    if config.exists() and not overwrite and config.read_text() != text:  # before anything is written
+        raise ValueError(f"{config} exists and differs; give another folder, or allow it with overwrite (--overwrite)")
+    backbone.save(weights, overwrite=overwrite)
+    with replacing(config, overwrite=overwrite) as temporary:
         temporary.write_text(text)
     usage = f"import timm\n\nmodel = timm.create_model({f'local-dir:{out}'!r}, pretrained=True)"
-    return Exported([settings, weights], usage)
+    return Exported([config, weights], usage)
 
 
 # ------------------------------------------------------------------------------------------------------- torchvision
 
 
-def torchvision_state(file: Backbone) -> dict[str, Tensor]:
-    """The weights under the names of `torchvision.models.VisionTransformer`."""
-    if file.architecture.in_chans != 3:
-        raise ValueError(
-            f"torchvision's ViT takes 3 channels, this encoder {file.architecture.in_chans}; export to timm"
-        )
-    others = [name for name in file.weights if not ENCODER_TENSOR.fullmatch(name)]
+def _torchvision(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
+    shape = backbone.architecture
+    if shape.in_chans != 3:
+        raise ValueError(f"torchvision's ViT takes 3 channels, this encoder {shape.in_chans}; export to timm")
+    others = [name for name in backbone.weights if not ENCODER_TENSOR.fullmatch(name)]
     if others:
-        raise ValueError(f"torchvision's ViT has no place for {others[0]} ({file.architecture.name}); export to timm")
-    return {to_torchvision(name): tensor.detach().clone() for name, tensor in file.weights.items()}
+        raise ValueError(f"torchvision's ViT has no place for {others[0]} ({shape.name}); export to timm")
+    renamed = {to_torchvision(name): tensor for name, tensor in backbone.weights.items()}
+    save_weights(renamed, out, {}, overwrite=overwrite)
+    usage = f"""\
+import torch, torchvision
+from safetensors.torch import load_file
+
+model = torchvision.models.VisionTransformer(image_size={shape.image_size}, patch_size={shape.patch_size}, \
+num_layers={shape.depth}, num_heads={shape.heads}, hidden_dim={shape.dim}, \
+mlp_dim={backbone.weights["blocks.0.mlp.fc1.weight"].shape[0]})
+model.heads = torch.nn.Identity()  # an encoder has no classifier
+model.load_state_dict(load_file({str(out)!r}))"""
+    return Exported([out], usage)
 
 
-def _torchvision_usage(file: Backbone, out: Path) -> str:
-    shape = file.architecture
-    return (
-        "import torch, torchvision\n"
-        "from safetensors.torch import load_file\n\n"
-        f"model = torchvision.models.VisionTransformer(image_size={shape.image_size}, patch_size={shape.patch_size}, "
-        f"num_layers={shape.depth}, num_heads={shape.heads}, hidden_dim={shape.dim}, "
-        f"mlp_dim={file.weights['blocks.0.mlp.fc1.weight'].shape[0]})\n"
-        "model.heads = torch.nn.Identity()  # an encoder has no classifier\n"
-        f"model.load_state_dict(load_file({str(out)!r}))"
-    )
+# -------------------------------------------------------------------------------------------------------------- ONNX
 
 
-def _save_state(state: dict[str, Tensor], out: Path, *, overwrite: bool) -> None:
-    def same(a: Path, b: Path) -> bool:
-        try:
-            left, right = load_file(a), load_file(b)
-        except (SafetensorError, OSError):  # whatever stands there, it is not this state dict
-            return False
-        return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+def _onnx(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
+    absent = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ValueError(f"ONNX export needs {' and '.join(absent)}; pip install 'patchmix-ssl[onnx]'")
+    if sum(tensor.numel() * tensor.element_size() for tensor in backbone.weights.values()) >= 2**31:
+        raise ValueError("the weights are above 2 GB, the limit of one ONNX file; export to timm or huggingface")
+    with replacing(out, overwrite=overwrite) as temporary:
+        temporary.write_bytes(_onnx_graph(backbone))
+    pixels = backbone.architecture.image_size
+    usage = f"""\
+import onnxruntime
 
-    with replacing(out, overwrite=overwrite, same=same) as temporary:
-        save_file({name: t.cpu().contiguous() for name, t in state.items()}, temporary, metadata={"format": "pt"})
+session = onnxruntime.InferenceSession({str(out)!r})
+# images: float32 (N, {backbone.architecture.in_chans}, {pixels}, {pixels}), normalized: \
+(rgb / 255 - {list(backbone.mean)}) / {list(backbone.std)}
+features = session.run(["features"], {{"images": images}})[0]"""
+    return Exported([out], usage)
 
 
-def _onnx_usage(file: Backbone, out: Path) -> str:
-    values: dict[str, Any] = {"mean": list(file.mean), "std": list(file.std)}
-    return (
-        "import onnxruntime\n\n"
-        f"session = onnxruntime.InferenceSession({str(out)!r})\n"
-        f"# images: float32 (N, {file.architecture.in_chans}, {file.architecture.image_size}, "
-        f"{file.architecture.image_size}), normalised: (rgb / 255 - {values['mean']}) / {values['std']}\n"
-        'features = session.run(["features"], {"images": images})[0]'
-    )
+def _onnx_graph(backbone: Backbone) -> bytes:
+    """One graph for any number of images, compared with torch."""
+    import onnx
+
+    shape, encoder = backbone.architecture, backbone.encoder()
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, shape.in_chans, shape.image_size, shape.image_size, generator=generator)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")  # of the exporter's internals
+        program = torch.onnx.export(
+            encoder,
+            (images,),
+            input_names=["images"],
+            output_names=["features"],
+            dynamic_shapes=({0: torch.export.Dim("N", min=1)},),
+            dynamo=True,
+        )
+    assert program is not None
+    model = program.model_proto
+    for part in (model.graph, *model.graph.node, *model.graph.input, *model.graph.output, *model.graph.value_info):
+        part.ClearField("metadata_props")  # the exporter's notes: stack traces with this machine's paths
+    entries = {
+        "mean": json.dumps(backbone.mean),
+        "std": json.dumps(backbone.std),
+        "input": "RGB / 255, minus mean, over std",
+        "architecture": json.dumps(vars(shape)),
+    }
+    onnx.helper.set_model_props(model, entries)
+    onnx.checker.check_model(model)
+    graph: bytes = model.SerializeToString()
+    _check_against_torch(graph, encoder, images)
+    return graph
+
+
+def _check_against_torch(graph: bytes, encoder: torch.nn.Module, images: Tensor) -> None:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+    for count in (1, 2):  # the number of images must not be frozen into the graph
+        with torch.inference_mode():
+            expected = encoder(images[:count]).numpy()
+        (features,) = session.run(["features"], {"images": images[:count].numpy()})
+        worst = float(np.abs(features - expected).max())
+        if not worst <= TOLERANCE:
+            raise ValueError(f"the ONNX graph differs from torch by {worst:.1e}, above {TOLERANCE:.0e}; not written")

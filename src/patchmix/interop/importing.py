@@ -8,7 +8,7 @@ import math
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +21,56 @@ from torch import Tensor
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.layouts import ENCODER_TENSOR, LAYOUTS, Layout, Which, detect, tensors_of
+from patchmix.settings import Import
 
 _SIZES = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large", (1280, 32): "huge"}
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A backbone from elsewhere, and what became of each name in its checkpoint.
+    """A backbone from elsewhere. Each name of its checkpoint is in `taken`, or in `dropped` under the reason.
 
-    `dropped` groups the dropped names by reason; `notes` lists what had to be assumed or converted.
+    `notes` lists what had to be assumed or converted.
     """
 
     backbone: Backbone
     format: str
     taken: list[str]
-    dropped: dict[str, list[str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    dropped: dict[str, list[str]]
+    notes: list[str]
 
     def summary(self) -> list[str]:
-        """Lines to print: what was taken, what was dropped and why, what was assumed."""
+        """Lines to print."""
         shape = self.backbone.architecture
-        lines = [
+        return [
             f"format   {self.format}",
             f"encoder  {shape.name}: dim {shape.dim}, depth {shape.depth}, heads {shape.heads}, "
             f"patch {shape.patch_size}, {shape.image_size} px",
             f"taken    {len(self.taken)} tensors",
+            *(f"dropped  {len(names)}: {reason} ({_first(names)})" for reason, names in self.dropped.items()),
+            *(f"note     {note}" for note in self.notes),
         ]
-        lines += [f"dropped  {len(names)}: {reason} ({_first(names)})" for reason, names in self.dropped.items()]
-        return lines + [f"note     {note}" for note in self.notes]
+
+
+def import_weights(settings: Import) -> Imported:
+    """Writes the checkpoint's encoder to OUT/encoder.safetensors, and prints what was taken and what was dropped."""
+    imported = import_checkpoint(
+        settings.checkpoint,
+        format=settings.format,
+        encoder=settings.encoder,
+        heads=settings.heads,
+        image_size=settings.image_size,
+    )
+    path = settings.out / "encoder.safetensors"
+    imported.backbone.save(path, overwrite=settings.overwrite)
+    print("\n".join([*imported.summary(), f"wrote    {path}"]))
+    return imported
 
 
 def import_checkpoint(
     path: Path,
     *,
+    entries: Mapping[str, Any] | None = None,
     format: str | None = None,
     encoder: Which | None = None,
     heads: int | None = None,
@@ -61,57 +78,45 @@ def import_checkpoint(
 ) -> Imported:
     """Reads the encoder out of a checkpoint of another project.
 
-    format: one of `LAYOUTS` (patchmix-authors, mocov3, dino, ibot, mae, timm, torchvision); None detects it.
+    entries: the file's content, where `read_entries` has read it already.
+    format: patchmix-authors, mocov3, dino, ibot, mae, timm or torchvision; None detects it.
     encoder: "base" (the student) or "momentum" (the teacher, the moving average). None takes what the project itself
         evaluates: momentum for dino and ibot, base for the others.
     heads: attention heads. Shapes don't show them; None takes what the project uses for this dim, if that is known.
     image_size: pixels per side. None infers it from the position embedding; another size interpolates it.
     A mistake, an unreadable file, NaN weights or a name that is neither encoder nor a known extra: ValueError.
     """
-    entries, metadata = read_entries(Path(path))
-    if format is None and is_own(entries, metadata):
-        raise ValueError(f"{path} was written by patchmix and needs no import: every command takes it as it is")
-    return import_entries(Path(path), entries, format=format, encoder=encoder, heads=heads, image_size=image_size)
-
-
-def import_entries(
-    path: Path,
-    entries: Mapping[str, Any],
-    *,
-    format: str | None,
-    encoder: Which | None,
-    heads: int | None,
-    image_size: int | None,
-) -> Imported:
-    """`import_checkpoint` of a file that is read already."""
+    if entries is None:
+        entries, metadata = read_entries(path)
+        if format is None and is_own(entries, metadata):
+            raise ValueError(f"{path} was written by patchmix and needs no import: every command takes it as it is")
     if format is not None and format not in LAYOUTS:
         raise ValueError(f"format {format!r} is unknown; it must be one of {', '.join(LAYOUTS)}")
     if encoder not in (None, "base", "momentum"):
         raise ValueError(f"encoder {encoder!r} is unknown; it must be base or momentum")
     tensors, others = tensors_of(entries)
+    notes: list[str] = []
     try:
         format = format or detect(tensors, entries)
+        which, names, dropped = _split(format, tensors, encoder)
+        if others:
+            dropped["not weights"] = others
+        weights = _checked({inner: tensors[name] for inner, name in names.items()}, notes)
+        config = _timm_config(path.parent / "config.json") if format == "timm" else {}
+        architecture = _architecture(format, weights, heads, config, notes)
+        architecture.check(weights, f"this is no plain ViT of dim {architecture.dim}")
+        if format == "timm" and not config:
+            notes.append("the file does not say how its input is normalized; ImageNet's mean and std are assumed")
+        origin = {"format": format, "file": path.name, "encoder": which}
+        origin |= {key: entries[key] for key in ("arch", "epoch") if isinstance(entries.get(key), str | int)}
+        mean, std = tuple(config.get("mean") or IMAGENET_MEAN), tuple(config.get("std") or IMAGENET_STD)
+        backbone = Backbone(architecture, weights, mean=mean, std=std, origin=origin)
+        if image_size is not None and image_size != architecture.image_size:
+            backbone = backbone.resized(image_size)
+            notes.append(f"pos_embed was interpolated from {architecture.image_size} to {image_size} px")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    layout, notes = LAYOUTS[format], list[str]()
-    which, parts = _choose(path, format, layout, tensors, encoder)
-    weights, taken, dropped = _sort_out(path, format, layout, tensors, which, parts)
-    if others:
-        dropped["not weights"] = others
-    weights = _checked(path, weights, notes)
-    config = _timm_config(path) if format == "timm" else {}
-    architecture = _architecture(path, format, layout, weights, heads, config, notes)
-    architecture.check(weights, f"{path} is no plain ViT of dim {architecture.dim}")
-    if format == "timm" and not config:
-        notes.append("the file does not say how its input is normalized; ImageNet's mean and std are assumed")
-    origin = {"format": format, "file": path.name, "encoder": which}
-    origin |= {key: entries[key] for key in ("arch", "epoch") if isinstance(entries.get(key), str | int)}
-    mean, std = tuple(config.get("mean") or IMAGENET_MEAN), tuple(config.get("std") or IMAGENET_STD)
-    backbone = Backbone(architecture, weights, mean=mean, std=std, origin=origin)
-    if image_size not in (None, architecture.image_size):
-        backbone = backbone.resized(image_size)
-        notes.append(f"pos_embed was interpolated from {architecture.image_size} to {image_size} px")
-    return Imported(backbone, format, taken, dropped, notes)
+    return Imported(backbone, format, list(names.values()), dropped, notes)
 
 
 def is_own(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bool:
@@ -120,71 +125,57 @@ def is_own(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bool:
     return "patchmix" in metadata or is_run
 
 
-# ------------------------------------------------------------------------------------------- which names, and whose
-
-
-def _choose(
-    path: Path, format: str, layout: Layout, tensors: Mapping[str, Any], encoder: Which | None
-) -> tuple[str, dict[str, tuple[str | None, str]]]:
-    """The encoder to take, and for each name which encoder it belongs to and its timm name there."""
-    parts: dict[str, tuple[str | None, str]] = {name: layout.split(name) for name in tensors}
-    present = {whose for whose, name in parts.values() if whose and ENCODER_TENSOR.fullmatch(name)}
-    if not present:
-        names = ", ".join(list(tensors)[:3])
-        raise ValueError(
-            f"{path} is not of format {format}: no encoder is where it should be, but {names or 'nothing'}"
-        )
-    if encoder is None:
-        wanted = layout.default if layout.default in present or "one" not in present else "one"
-    else:
-        wanted = encoder
-    if wanted not in present:
-        there = "a single encoder" if present == {"one"} else f"only the {' and '.join(sorted(present))} encoder"
-        remedy = "leave encoder out" if present == {"one"} else f"ask for encoder {sorted(present)[0]!r}"
-        raise ValueError(f"{path} has no {wanted} encoder: it holds {there}; {remedy}")
-    return wanted, parts
-
-
-def _sort_out(
-    path: Path,
-    format: str,
-    layout: Layout,
-    tensors: Mapping[str, Any],
-    which: str,
-    parts: Mapping[str, tuple[str | None, str]],
-) -> tuple[dict[str, Tensor], list[str], dict[str, list[str]]]:
-    """The encoder's weights by timm name, the names taken, and the names dropped by reason."""
-    weights: dict[str, Tensor] = {}
-    taken: list[str] = []
+def _split(
+    format: str, tensors: Mapping[str, Any], encoder: Which | None
+) -> tuple[str, dict[str, str], dict[str, list[str]]]:
+    """Which encoder is taken, the checkpoint's names of its tensors by timm name, and the other names by reason."""
+    layout = LAYOUTS[format]
+    encoders: dict[str, dict[str, str]] = {}
     dropped: dict[str, list[str]] = {}
     unknown: list[str] = []
     for name, value in tensors.items():
-        whose, inner = parts[name]
-        if whose and isinstance(value, Tensor) and ENCODER_TENSOR.fullmatch(inner):
-            if whose == which:
-                weights[inner] = value
-                taken.append(name)
-            else:
-                dropped.setdefault(f"the {whose} encoder", []).append(name)
+        which, inner = layout.split(name)
+        if which and isinstance(value, Tensor) and ENCODER_TENSOR.fullmatch(inner):
+            if encoders.setdefault(which, {}).setdefault(inner, name) != name:
+                raise ValueError(f"{name} and {encoders[which][inner]} are both {inner}; remove one of them")
         elif reason := layout.extra(inner) or layout.extra(name):
             dropped.setdefault(reason, []).append(name)
         else:
             unknown.append(name)
+    if not encoders:
+        raise ValueError(f"not of format {format}: it holds {_first(list(tensors)) or 'nothing'}, but no encoder")
+    chosen = _choose(encoders, layout, encoder)
+    _refuse(unknown, format)
+    dropped |= {f"the {which} encoder": list(names.values()) for which, names in encoders.items() if which != chosen}
+    return chosen, encoders[chosen], dropped
+
+
+def _choose(present: Mapping[str, Any], layout: Layout, encoder: Which | None) -> str:
+    default = layout.default if layout.default in present or "one" not in present else "one"
+    wanted = encoder or default
+    if wanted in present:
+        return wanted
+    if list(present) == ["one"]:
+        raise ValueError(f"no {wanted} encoder: it holds a single encoder; leave encoder out")
+    there = sorted(present)
+    raise ValueError(
+        f"no {wanted} encoder: it holds only the {' and '.join(there)} encoder; ask for encoder {there[0]!r}"
+    )
+
+
+def _refuse(unknown: list[str], format: str) -> None:
     if any(name.endswith("fc_norm.weight") for name in unknown):
         raise ValueError(
-            f"{path} was fine-tuned with mean pooling: it has fc_norm instead of norm, so no normalized tokens; "
+            "this encoder was fine-tuned with mean pooling: it has fc_norm instead of norm, so no normalized tokens; "
             "import the pre-training checkpoint instead"
         )
     if any("patch_embed.proj." in name for name in unknown):
-        raise ValueError(
-            f"{path} has a convolutional stem (patch_embed.proj.0, …); encoders here embed patches directly"
-        )
+        raise ValueError("a convolutional stem (patch_embed.proj.0, …); encoders here embed patches directly")
     if unknown:
         raise ValueError(
-            f"{path}: {len(unknown)} names are neither of a plain ViT nor known extras of format {format}: "
+            f"{len(unknown)} names are neither of a plain ViT nor known extras of format {format}: "
             f"{_first(unknown)}; it is another architecture, or another format"
         )
-    return weights, taken, dropped
 
 
 def _first(names: list[str]) -> str:
@@ -194,57 +185,52 @@ def _first(names: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------- values and shapes
 
 
-def _checked(path: Path, weights: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
+def _checked(weights: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
     """float32, finite, with a position for the class token."""
     for name in ("patch_embed.proj.weight", "pos_embed", "cls_token"):
         if name not in weights:
-            raise ValueError(f"{path} has no {name}; an encoder needs patches, their positions and a class token")
+            raise ValueError(f"there is no {name}; an encoder needs patches, their positions and a class token")
     if kinds := sorted({str(t.dtype)[6:] for t in weights.values() if t.dtype != torch.float32}):
         if any(not tensor.is_floating_point() for tensor in weights.values()):
-            raise ValueError(f"{path} holds {', '.join(kinds)} weights; expected floating-point ones (not quantized)")
+            raise ValueError(f"it holds {', '.join(kinds)} weights; expected floating-point ones (not quantized)")
         notes.append(f"{', '.join(kinds)} weights were converted to float32")
     weights = {name: tensor.detach().float().contiguous() for name, tensor in weights.items()}
-    check_finite(path, weights)
+    check_finite(weights)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3]:
-        raise ValueError(f"{path}: patch_embed.proj.weight is {tuple(kernel.shape)}; expected (dim, channels, P, P)")
+        raise ValueError(f"patch_embed.proj.weight is {tuple(kernel.shape)}; expected (dim, channels, P, P)")
     if positions.ndim != 3 or positions.shape[0] != 1 or positions.shape[2] != kernel.shape[0]:
-        raise ValueError(f"{path}: pos_embed is {tuple(positions.shape)}; expected (1, tokens, {kernel.shape[0]})")
+        raise ValueError(f"pos_embed is {tuple(positions.shape)}; expected (1, tokens, {kernel.shape[0]})")
     tokens = positions.shape[1]
     if math.isqrt(tokens) ** 2 == tokens and tokens > 1:  # patches only: the class token has no position, i.e. zero
         weights["pos_embed"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
         notes.append("pos_embed had no entry for the class token; zero is added, which computes the same")
-    elif math.isqrt(tokens - 1) ** 2 != tokens - 1:
-        raise ValueError(f"{path}: pos_embed has {tokens} entries, which is no square grid with a class token")
+    elif tokens == 0 or math.isqrt(tokens - 1) ** 2 != tokens - 1:
+        raise ValueError(f"pos_embed has {tokens} entries, which is no square grid with a class token")
     return weights
 
 
-def check_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
+def check_finite(weights: Mapping[str, Tensor]) -> None:
     broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise ValueError(f"{path} has NaN or infinite weights in {broken[0]}{more}; take an earlier checkpoint")
+        raise ValueError(f"NaN or infinite weights in {broken[0]}{more}; take an earlier checkpoint")
 
 
 def _architecture(
-    path: Path,
-    format: str,
-    layout: Layout,
-    weights: Mapping[str, Tensor],
-    heads: int | None,
-    config: Mapping[str, Any],
-    notes: list[str],
+    format: str, weights: Mapping[str, Tensor], heads: int | None, config: Mapping[str, Any], notes: list[str]
 ) -> Architecture:
     dim, in_chans, patch, _ = weights["patch_embed.proj.weight"].shape
     depth = 1 + max((int(name.split(".")[1]) for name in weights if name.startswith("blocks.")), default=-1)
     if depth == 0:
-        raise ValueError(f"{path} has no transformer blocks (blocks.0, …); it is no ViT")
-    usual = config.get("heads") or layout.heads.get(dim)
+        raise ValueError("no transformer blocks (blocks.0, …); it is no ViT")
+    known = LAYOUTS[format].heads
+    usual = config.get("heads") or known.get(dim)
     if heads is None:
         if usual is None:
             raise ValueError(
-                f"{path}: dim {dim} is none of {format}'s models ({', '.join(map(str, layout.heads))}), and shapes do "
-                "not show the number of attention heads; give heads (--heads)"
+                f"dim {dim} is none of {format}'s models ({', '.join(map(str, known))}), and shapes do not show the "
+                "number of attention heads; give heads (--heads)"
             )
         heads = usual
         if not config.get("heads"):
@@ -252,7 +238,7 @@ def _architecture(
     elif usual not in (None, heads):
         notes.append(f"{heads} heads as given; {format} itself uses {usual} for dim {dim}")
     if heads < 1 or dim % heads:
-        raise ValueError(f"{path}: heads is {heads}; it must divide the encoder's dim {dim}")
+        raise ValueError(f"heads is {heads}; it must divide the encoder's dim {dim}")
     pixels = patch * math.isqrt(weights["pos_embed"].shape[1] - 1)
     return Architecture(_timm_name(dim, depth, patch, pixels), pixels, patch, in_chans, dim, depth, heads)
 
@@ -268,7 +254,7 @@ def _timm_name(dim: int, depth: int, patch: int, pixels: int) -> str:
 def _timm_config(path: Path) -> dict[str, Any]:
     """Heads, mean and std from the config.json that timm's Hugging Face folders have beside the weights."""
     try:
-        config = json.loads((path.parent / "config.json").read_text())
+        config = json.loads(path.read_text())
         name, arguments = config["architecture"], config.get("model_args", {})
         if not timm.is_model(name):
             return {}
@@ -277,7 +263,7 @@ def _timm_config(path: Path) -> dict[str, Any]:
         cfg = config.get("pretrained_cfg", config)
         return {"heads": shell.blocks[0].attn.num_heads, "mean": cfg.get("mean"), "std": cfg.get("std")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # another tool's config.json
+        return {}  # there is none, or it is another tool's
 
 
 # ----------------------------------------------------------------- files, read without running any code in them
@@ -288,9 +274,7 @@ _scalar = np.float64(0).__reduce__()[0]
 _HARMLESS: list[Any] = [
     argparse.Namespace,
     np.dtype,
-    type(np.dtype(np.float64)),
-    type(np.dtype(np.float32)),
-    type(np.dtype(np.int64)),
+    *(type(np.dtype(name)) for name in ("float64", "float32", "int64")),
     (_scalar, "numpy.core.multiarray.scalar"),
     (_scalar, "numpy._core.multiarray.scalar"),
 ]

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from timm.layers import build_sincos2d_pos_embed
 from torch import Tensor
-
-from patchmix.interop.torchvision_names import from_torchvision
 
 Which = Literal["base", "momentum"]
 
@@ -38,12 +37,48 @@ ENCODER_TENSOR = re.compile(
 )
 
 
+# What timm and torchvision call the same tensors, before .weight and .bias; both stack queries, keys and values.
+_LAYER = "encoder.layers.encoder_layer_"
+_TO_TORCHVISION = {
+    "patch_embed.proj.": "conv_proj.",
+    "norm.": "encoder.ln.",
+    "blocks.#.norm1.": f"{_LAYER}#.ln_1.",
+    "blocks.#.norm2.": f"{_LAYER}#.ln_2.",
+    "blocks.#.attn.qkv.": f"{_LAYER}#.self_attention.in_proj_",
+    "blocks.#.attn.proj.": f"{_LAYER}#.self_attention.out_proj.",
+    "blocks.#.mlp.fc1.": f"{_LAYER}#.mlp.0.",
+    "blocks.#.mlp.fc2.": f"{_LAYER}#.mlp.3.",  # 1 and 2 are GELU and dropout
+    "cls_token": "class_token",
+    "pos_embed": "encoder.pos_embedding",
+}
+_FROM_TORCHVISION = {theirs: ours for ours, theirs in _TO_TORCHVISION.items()} | {
+    f"{_LAYER}#.mlp.linear_1.": "blocks.#.mlp.fc1.",  # as in torchvision's published files
+    f"{_LAYER}#.mlp.linear_2.": "blocks.#.mlp.fc2.",
+}
+
+
+def to_torchvision(name: str) -> str:
+    """timm's name of an encoder tensor → torchvision's; other names stay."""
+    return _rename(name, _TO_TORCHVISION)
+
+
+def from_torchvision(name: str) -> str:
+    return _rename(name, _FROM_TORCHVISION)
+
+
+def _rename(name: str, table: dict[str, str]) -> str:
+    for old, new in table.items():
+        if match := re.match(re.escape(old).replace(r"\#", r"(?P<layer>\d+)"), name):
+            return new.replace("#", match.groupdict().get("layer", "")) + name[match.end() :]
+    return name
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Where a project's encoders are: regular expressions for what stands before a tensor's timm name.
+    """Where a project's encoders are: regular expressions for what precedes a tensor's timm name.
 
-    `one` is for files that hold a single encoder. `extras` are parts of the checkpoint that are no encoder weights,
-    by what they are; `heads` says how many heads the project's models have, by dim.
+    `one` is for files that hold a single encoder. `extras` names the parts that are no encoder weights; `heads` is the
+    number of heads of the project's models, by dim.
     """
 
     base: str | None = None
@@ -54,16 +89,11 @@ class Layout:
     heads: Mapping[int, int] = field(default_factory=lambda: _USUAL_HEADS)
     rename: Callable[[str], str] = str  # the project's names → timm's
 
-    def split(self, name: str) -> tuple[Which | Literal["one"] | None, str]:
-        """Which encoder the tensor belongs to, and its name in there; None when to none."""
-        choices: tuple[tuple[Which | Literal["one"], str | None], ...] = (
-            ("base", self.base),
-            ("momentum", self.momentum),
-            ("one", self.one),
-        )
-        for which, prefix in choices:
-            if prefix is not None and (found := re.fullmatch(rf"{prefix}([^/]*)", name)):
-                return which, self.rename(found[1])
+    def split(self, name: str) -> tuple[str | None, str]:
+        """The encoder that the tensor belongs to ("base", "momentum", "one" or None), and its name there."""
+        for which, prefix in (("base", self.base), ("momentum", self.momentum), ("one", self.one)):
+            if prefix is not None and (match := re.fullmatch(rf"{prefix}([^/]*)", name)):
+                return which, self.rename(match[1])
         return None, name
 
     def extra(self, name: str) -> str | None:
@@ -73,35 +103,29 @@ class Layout:
 
 _PROJECTION = {rf"(state_dict/)?{_WRAPPED}predictor\..*": "prediction head", r"head\.\d+\..*": "projection head"}
 _CLASSIFIER = {r"(head|head_dist)\.(weight|bias)": "classifier"}
-
+_AUTHORS = Layout(
+    base=rf"(?:state_dict/)?{_WRAPPED}base_encoder\.",
+    momentum=rf"(?:state_dict/)?{_WRAPPED}momentum_encoder\.",
+    extras=_PROJECTION,
+    heads={192: 3, 384: 12, 768: 12},
+)
+_DINO = Layout(
+    base=rf"student/{_WRAPPED}(?:backbone\.)?",
+    momentum=rf"teacher/{_WRAPPED}(?:backbone\.)?",
+    one=rf"(?:state_dict/)?{_WRAPPED}(?:backbone\.)?",
+    default="momentum",
+    extras={r"head\..*": "projection head"},
+)
 LAYOUTS: dict[str, Layout] = {
-    "patchmix-authors": Layout(
-        base=rf"(?:state_dict/)?{_WRAPPED}base_encoder\.",
-        momentum=rf"(?:state_dict/)?{_WRAPPED}momentum_encoder\.",
-        extras=_PROJECTION,
-        heads={192: 3, 384: 12, 768: 12},
-    ),
-    "mocov3": Layout(
-        base=rf"(?:state_dict/)?{_WRAPPED}base_encoder\.",
-        momentum=rf"(?:state_dict/)?{_WRAPPED}momentum_encoder\.",
+    "patchmix-authors": _AUTHORS,
+    "mocov3": replace(
+        _AUTHORS,
         one=rf"(?:state_dict/)?{_WRAPPED}",
         extras=_PROJECTION | _CLASSIFIER,
         heads={384: 12, 768: 12, 1024: 16, 1280: 16},
     ),
-    "dino": Layout(
-        base=rf"student/{_WRAPPED}(?:backbone\.)?",
-        momentum=rf"teacher/{_WRAPPED}(?:backbone\.)?",
-        one=rf"(?:state_dict/)?{_WRAPPED}(?:backbone\.)?",
-        default="momentum",
-        extras={r"head\..*": "projection head"},
-    ),
-    "ibot": Layout(
-        base=rf"student/{_WRAPPED}(?:backbone\.)?",
-        momentum=rf"teacher/{_WRAPPED}(?:backbone\.)?",
-        one=rf"(?:state_dict/)?{_WRAPPED}(?:backbone\.)?",
-        default="momentum",
-        extras={r"head\..*": "projection head", "masked_embed": "mask token"},
-    ),
+    "dino": _DINO,
+    "ibot": replace(_DINO, extras={**_DINO.extras, "masked_embed": "mask token"}),
     "mae": Layout(
         one=rf"(?:model/)?{_WRAPPED}",
         extras={r"decoder_.*": "decoder", "mask_token": "mask token"} | _CLASSIFIER,
@@ -123,7 +147,7 @@ _CONTAINERS = {"state_dict", "model", "student", "teacher", "state_dict_ema", "m
 
 
 def tensors_of(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Every tensor under its full name, and the names of the entries that are not weights (optimiser, epoch, …)."""
+    """Every tensor under its full name, and the names of the entries that are not weights (optimizer, epoch, …)."""
     tensors: dict[str, Any] = {}
     others: list[str] = []
     for name, value in entries.items():
@@ -151,19 +175,16 @@ def detect(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
     if any(re.search(r"(^|[./])decoder_(embed|blocks)\.", name) for name in tensors):
         return "mae"
     # A fixed table of positions is a signature. It matters: MoCo v3's ViT-S has 12 heads, timm's has 6.
-    table = _position_table(tensors)
-    return {"row": "mocov3", "column": "mae", None: "timm"}[table]
+    return {"row": "mocov3", "column": "mae", None: "timm"}[_position_table(tensors)]
 
 
 def _mocov3_or_authors(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
     """Both name their tensors alike; MoCo v3 fixes its position embedding to a table, PatchMix's authors train it."""
     arch = str(entries.get("arch", ""))
     by_position = "mocov3" if _position_table(tensors) == "row" else "patchmix-authors"
-    by_arch = by_position
-    if re.fullmatch(r"vit_(conv_)?(small|base|large|huge)", arch):
-        by_arch = "mocov3"
-    elif re.fullmatch(r"vit-(tiny|small|base)", arch):
-        by_arch = "patchmix-authors"
+    underscored = re.fullmatch(r"vit_(conv_)?(small|base|large|huge)", arch)
+    dashed = re.fullmatch(r"vit-(tiny|small|base)", arch)
+    by_arch = "mocov3" if underscored else "patchmix-authors" if dashed else by_position
     if by_arch != by_position:
         kind = "a fixed sin-cos table" if by_position == "mocov3" else "learned"
         raise ValueError(
@@ -182,19 +203,10 @@ def _position_table(tensors: Mapping[str, Any]) -> Literal["row", "column"] | No
     side, dim = round((len(positions) - 1) ** 0.5), positions.shape[1]
     if side < 2 or side**2 != len(positions) - 1 or dim % 4:
         return None
-    for first in ("row", "column"):
-        if torch.allclose(positions[1:], _sincos(side, dim, first=first), atol=1e-2):  # half precision stays below
-            return first
-    return None
-
-
-def _sincos(side: int, dim: int, *, first: str) -> Tensor:
-    """(side², dim): sines and cosines of one coordinate, then of the other, at dim / 4 wavelengths up to 10000."""
-    frequency = 10000.0 ** -(torch.arange(dim // 4) / (dim // 4))
-    row = torch.arange(side).repeat_interleave(side)
-    column = torch.arange(side).repeat(side)
-    order = (row, column) if first == "row" else (column, row)
-    return torch.cat([wave(at[:, None] * frequency) for at in order for wave in (torch.sin, torch.cos)], dim=1)
+    table = build_sincos2d_pos_embed([side, side], dim, interleave_sin_cos=True)  # (side², dim): row, then column
+    if torch.allclose(positions[1:], table, atol=1e-2):  # half precision stays below
+        return "row"
+    return "column" if torch.allclose(positions[1:], table.roll(dim // 2, dims=1), atol=1e-2) else None
 
 
 def _not_a_vit(tensors: Mapping[str, Any]) -> str:

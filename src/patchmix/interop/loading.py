@@ -15,12 +15,9 @@ from torch import Tensor
 
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.interop.backbone import Architecture, Backbone
-from patchmix.interop.importing import check_finite, import_entries, is_own, read_entries
+from patchmix.interop.importing import check_finite, import_checkpoint, is_own, read_entries
 from patchmix.interop.layouts import Which
 from patchmix.nn.vit import create_encoder
-
-_PREFIX = {"base": "encoder.", "momentum": "momentum_copy.network.0."}  # in the state of a run's method
-_MODEL_KEYS = ("image_size", "patch_size", "in_chans", "dim", "depth", "heads")
 
 
 def load_backbone(
@@ -56,15 +53,13 @@ def load_backbone(
         name, unfinished = _name_of(path.absolute()), False
     entries, metadata = read_entries(path)
     if format is None and is_own(entries, metadata):
-        backbone = _own(path, entries, metadata, encoder)
-        if heads not in (None, backbone.architecture.heads):
-            raise ValueError(f"{path} has {backbone.architecture.heads} heads by its metadata; leave heads={heads} out")
-        if image_size not in (None, backbone.architecture.image_size):
-            backbone = backbone.resized(image_size)
+        try:
+            backbone = _own(entries, metadata, encoder, heads, image_size)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     else:
-        backbone = import_entries(
-            path, entries, format=format, encoder=encoder, heads=heads, image_size=image_size
-        ).backbone
+        options = {"format": format, "encoder": encoder, "heads": heads, "image_size": image_size}
+        backbone = import_checkpoint(path, entries=entries, **options).backbone
     if encoder == "momentum":
         name += " (momentum)"
     if unfinished:
@@ -107,53 +102,62 @@ def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:
 # -------------------------------------------------------------------------------------------------------- our own files
 
 
-def _own(path: Path, entries: dict[str, Any], metadata: Mapping[str, str], encoder: Which | None) -> Backbone:
+def _own(
+    entries: dict[str, Any],
+    metadata: Mapping[str, str],
+    encoder: Which | None,
+    heads: int | None,
+    image_size: int | None,
+) -> Backbone:
     """From encoder.safetensors or from a run's checkpoint."""
     if encoder not in (None, "base", "momentum"):
         raise ValueError(f"encoder {encoder!r} is unknown; it must be base or momentum")
     if "patchmix" in metadata:
-        backbone = Backbone.from_file(path, entries, metadata["patchmix"])
+        backbone = Backbone.from_metadata(metadata["patchmix"], entries)
         kept = backbone.origin.get("encoder", "base")
         if encoder not in (None, kept):
-            raise ValueError(f"{path} holds only the {kept} encoder; for the {encoder} one, give the run's checkpoint")
+            raise ValueError(f"it holds only the {kept} encoder; for the {encoder} one, give the run's checkpoint")
     else:
-        backbone = _from_run_checkpoint(path, entries, encoder or "base")
-    check_finite(path, backbone.weights)
-    return backbone
+        backbone = _from_run_checkpoint(entries, encoder or "base")
+    check_finite(backbone.weights)
+    if heads not in (None, backbone.architecture.heads):
+        raise ValueError(f"its encoder has {backbone.architecture.heads} heads; leave heads={heads} out")
+    if image_size is None or image_size == backbone.architecture.image_size:
+        return backbone
+    return backbone.resized(image_size)
 
 
-def _from_run_checkpoint(path: Path, entries: Mapping[str, Any], encoder: Which) -> Backbone:
-    prefix, state = _PREFIX[encoder], entries["method"]
-    weights = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-    weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+def _from_run_checkpoint(entries: Mapping[str, Any], encoder: Which) -> Backbone:
+    state: dict[str, Tensor] = {str(name): value for name, value in entries["method"].items()}
+    prefix = {"base": "encoder.", "momentum": "momentum_copy.network.0."}[encoder]
+    weights = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
     if not weights:
-        raise ValueError(f"{path} has no {encoder} encoder; this run's method keeps none, so take the other one")
+        raise ValueError(f"there is no {encoder} encoder; this run's method keeps none, so take the other one")
     config: Mapping[str, Any] = entries["config"]
     try:
-        model: Mapping[str, Any] = config["model"]
-        views: Mapping[str, Any] = config.get("views", {})
+        model = config["model"]
+        sizes = {key: model.get(key) for key in ("image_size", "patch_size", "dim", "depth", "heads")}
         with torch.device("meta"):
-            shell = create_encoder(
-                model["name"], **{key: model[key] for key in _MODEL_KEYS if model.get(key) is not None}
-            )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} has no usable config.model ({error}); it was not written by a run") from error
-    architecture = Architecture.of(model["name"], shell)
-    architecture.check(weights, f"{path} does not hold the encoder that its configuration describes")
-    return Backbone(
-        architecture,
-        weights,
-        mean=tuple(views.get("mean", IMAGENET_MEAN)),
-        std=tuple(views.get("std", IMAGENET_STD)),
-        origin={
-            "format": "patchmix",
-            "recipe": config.get("recipe"),
-            "method": dict(config.get("method") or {}).get("name"),
-            "data": dict(config.get("data") or {}).get("path"),
-            "step": entries.get("step"),
-            "encoder": encoder,
-        },
-    )
+            shell = create_encoder(model["name"], in_chans=model.get("in_chans") or 3, **sizes)
+        architecture = Architecture.of(model["name"], shell)
+        architecture.check(weights, "this is not the encoder that the configuration describes")
+        views = config.get("views", {})
+        return Backbone(
+            architecture,
+            weights,
+            mean=tuple(views.get("mean", IMAGENET_MEAN)),
+            std=tuple(views.get("std", IMAGENET_STD)),
+            origin={
+                "format": "patchmix",
+                "recipe": config.get("recipe"),
+                "method": dict(config.get("method") or {}).get("name"),
+                "data": dict(config.get("data") or {}).get("path"),
+                "step": entries.get("step"),
+                "encoder": encoder,
+            },
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no usable configuration ({error}); it was not written by a run") from error
 
 
 # --------------------------------------------------------------------------------------------------------- timm models
