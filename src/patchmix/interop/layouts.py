@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from timm.layers import build_sincos2d_pos_embed
+from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from torch import Tensor
 
 Which = Literal["base", "momentum"]

@@ -58,8 +58,9 @@ def load_backbone(
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
     else:
-        options = {"format": format, "encoder": encoder, "heads": heads, "image_size": image_size}
-        backbone = import_checkpoint(path, entries=entries, **options).backbone
+        backbone = import_checkpoint(
+            path, entries=entries, format=format, encoder=encoder, heads=heads, image_size=image_size
+        ).backbone
     if encoder == "momentum":
         name += " (momentum)"
     if unfinished:
