@@ -16,9 +16,8 @@ import torch
 
 from patchmix.build import METHODS
 from patchmix.nn.vit import create_encoder
-from patchmix.train.checkpoint import Checkpoints
-from patchmix.train.optimizer import build_optimizer, set_hyperparameters
-from patchmix.train.writer import CheckpointWriter
+from patchmix.train.checkpoint import Checkpoints, CheckpointWriter
+from patchmix.train.loop import build_optimizer, set_hyperparameters
 
 STEPS, EVERY = 12, 4
 

@@ -20,7 +20,7 @@ from patchmix.study.flops import count_flops, sizes_of
 from patchmix.study.iteration import Iteration
 from patchmix.study.measure import Gemm, Phases, peak_bytes, resident_bytes
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
-from patchmix.train.optimizer import build_optimizer
+from patchmix.train.loop import build_optimizer
 
 CPU = torch.device("cpu")
 Answer = dict[str, Any]

@@ -15,7 +15,7 @@ from patchmix.run import configure
 from patchmix.study.iteration import Iteration
 from patchmix.study.measure import Spread, proportional_bytes
 from patchmix.train.allocator import keep_freed_memory
-from patchmix.train.optimizer import build_optimizer
+from patchmix.train.loop import build_optimizer
 
 CIFAR = ROOT.parent / "shared" / "data" / "cifar10"
 MODEL = ("model.dim=128", "model.depth=4", "model.heads=4")

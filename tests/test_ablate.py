@@ -23,7 +23,7 @@ from patchmix.methods.simclr import SimCLR
 from patchmix.run import pretrain
 from patchmix.study.ablation_rows import rows_of
 from patchmix.study.ablation_table import Ablated
-from patchmix.train.loop import Interrupted, NonFiniteLoss
+from patchmix.train.watch import Interrupted, NonFiniteLoss
 
 SETTINGS = [
     *("model.dim=24", "model.depth=1", "model.heads=2", "runtime.monitor_every=0", "runtime.log_every=1"),

@@ -33,7 +33,7 @@ from patchmix.study.ablation_table import Ablated, Trained, print_table, write_t
 from patchmix.study.recipe_table import step_flops_per_image
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import read_metrics
-from patchmix.train.loop import NonFiniteLoss
+from patchmix.train.watch import NonFiniteLoss
 
 
 @dataclass(frozen=True)

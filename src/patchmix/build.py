@@ -37,8 +37,8 @@ from patchmix.methods.simclr import SimCLR
 from patchmix.methods.swav import SwAV
 from patchmix.nn.vit import create_encoder, initialize_as_mocov3
 from patchmix.schedules import Cosine, WarmupCosine
-from patchmix.train.loop import Plan
-from patchmix.train.monitor import Evaluator, health
+from patchmix.train.loop import Evaluator, Plan
+from patchmix.train.monitor import health
 
 METHODS: dict[str, Callable[..., Method]] = {
     "patchmix": PatchMixMethod,

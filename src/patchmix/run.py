@@ -27,11 +27,11 @@ from patchmix.interop.loading import load_backbone
 from patchmix.methods.method import Method
 from patchmix.recipes import find_recipe
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint
-from patchmix.train.lock import run_lock
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import RunLog
-from patchmix.train.loop import NonFiniteLoss, train
-from patchmix.train.optimizer import build_optimizer
+from patchmix.train.loop import build_optimizer, train
+from patchmix.train.monitor import collapse_warning
+from patchmix.train.watch import NonFiniteLoss
 
 
 class Run:
@@ -234,6 +234,7 @@ def run_config(
                 resume_from=state,
                 extra_state={"config": to_dict(config), "data": source.fingerprint()},
                 evaluators=build.build_evaluators(config, source, architecture.image_size, device),
+                warning=collapse_warning,
                 on_bad_sample=BadSamples(log, len(source)),
             )
             if main:

@@ -27,8 +27,7 @@ from patchmix.evaluate.linear import evaluate_linear
 from patchmix.evaluate.results import read_results
 from patchmix.evaluate.supervised import work_folder
 from patchmix.interop.backbone import Backbone
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint
-from patchmix.train.lock import run_lock
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from tests.evaluate.conftest import make_backbone
 from tests.evaluate.detection.conftest import write_split
 

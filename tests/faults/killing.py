@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from patchmix.files import remove_unfinished
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint
-from patchmix.train.writer import CheckpointWriter
+from patchmix.train.checkpoint import Checkpoints, CheckpointWriter, load_checkpoint
 from tests.faults.trainee import FORKSERVER
 
 

@@ -17,9 +17,8 @@ from patchmix.evaluate.features import Subset, extract
 from patchmix.evaluate.knn import accuracy, knn_predict
 from patchmix.recipes import demo
 from patchmix.train.log import RunLog, read_metrics
-from patchmix.train.loop import train
+from patchmix.train.loop import build_optimizer, train
 from patchmix.train.monitor import collapse_warning, health
-from patchmix.train.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 STEPS = 400  # in which shapes are told by their outlines

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from patchmix.train.lock import NAME, run_lock
+from patchmix.train.checkpoint import HOLDER, LOCK, run_lock
 
-HOLD = "import sys, time; from pathlib import Path; from patchmix.train.lock import run_lock\n"
+HOLD = "import sys, time; from pathlib import Path; from patchmix.train.checkpoint import run_lock\n"
 HOLD += "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
 FORK = HOLD.replace("print(", "import os; os.fork() and time.sleep(600); print(os.getpid(), ")  # the child says so
 
@@ -43,7 +43,7 @@ def test_a_second_start_is_refused_by_name_and_a_dead_holder_does_not_count(tmp_
     finally:
         end(process)
     with run_lock(tmp_path):
-        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / HOLDER).read_text())["pid"] == os.getpid()
         with pytest.raises(ValueError, match=f"process {os.getpid()}"):
             run_lock(tmp_path).__enter__()
     with run_lock(tmp_path):
@@ -72,7 +72,9 @@ def test_a_folder_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["alive", "dead", "elsewhere", "nobody"])
-def test_without_the_systems_lock_the_name_decides(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_systems_lock_the_holders_name_decides(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unsupported(handle: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -82,7 +84,8 @@ def test_without_the_systems_lock_the_name_decides(tmp_path: Path, kind: str, mo
     pid = gone.pid if kind == "dead" else os.getpid()
     host = "another-machine" if kind == "elsewhere" else socket.gethostname()
     if kind != "nobody":
-        (tmp_path / NAME).write_text(json.dumps({"host": host, "pid": pid, "since": "2020-01-01 00:00:00"}))
+        (tmp_path / HOLDER).write_text(json.dumps({"host": host, "pid": pid, "since": "2020-01-01 00:00:00"}))
+        (tmp_path / f"{LOCK}.soft").write_text(f"{pid}\n{host}\n")  # as filelock writes it
     if kind in ("dead", "nobody"):
         with run_lock(tmp_path):
             pass

@@ -14,8 +14,9 @@ from patchmix.methods.method import Method
 from patchmix.schedules import Cosine, WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, read_metrics
-from patchmix.train.loop import Clock, NonFiniteLoss, Plan, seed_pass, train
-from patchmix.train.optimizer import build_optimizer
+from patchmix.train.loop import Plan, build_optimizer, seed_pass, train
+from patchmix.train.monitor import collapse_warning
+from patchmix.train.watch import Clock, NonFiniteLoss
 
 
 @dataclass
@@ -72,6 +73,7 @@ def plan(**changes: object) -> Plan:
 
 def run(method: Method, folder: Path, loader: Numbers | None = None, **changes: object) -> list[dict]:
     evaluators = changes.pop("evaluators", ())
+    warning = changes.pop("warning", lambda values: None)
     resume_from = changes.pop("resume_from", None)
     log = RunLog(folder, step=resume_from["step"] if resume_from else 0)
     try:
@@ -86,6 +88,7 @@ def run(method: Method, folder: Path, loader: Numbers | None = None, **changes: 
             checkpoints=Checkpoints(folder / "checkpoints"),
             resume_from=resume_from,
             evaluators=evaluators,
+            warning=warning,
         )
     finally:
         log.close()
@@ -188,7 +191,8 @@ class FakeTime:
 
 def test_a_budget_ends_on_time_with_the_schedule_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeTime()
-    monkeypatch.setattr("patchmix.train.loop.time", clock)
+    for module in ("loop", "watch"):
+        monkeypatch.setattr(f"patchmix.train.{module}.time", clock)
 
     class Slow(Numbers):
         def batches(self, start_step: int = 0) -> Iterator[Batch]:
@@ -207,7 +211,8 @@ def test_a_budget_ends_on_time_with_the_schedule_completed(tmp_path: Path, monke
 
 def test_the_last_evaluation_ends_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeTime()
-    monkeypatch.setattr("patchmix.train.loop.time", clock)
+    for module in ("loop", "watch"):
+        monkeypatch.setattr(f"patchmix.train.{module}.time", clock)
 
     class Slow(Numbers):
         def batches(self, start_step: int = 0) -> Iterator[Batch]:
@@ -233,7 +238,7 @@ def test_every_pass_draws_its_own_numbers() -> None:
 
 
 def test_a_budget_leaves_room_for_the_last_evaluation() -> None:
-    clock = Clock(plan(budget_seconds=100.0), 4, spent_before=85.0)
+    clock = Clock(12, 100.0, first_step=0, spent_before=85.0)
     cpu = torch.device("cpu")
     assert clock.progress(0, cpu) == pytest.approx(0.85, abs=0.01)
     clock.reserve = 10.0
@@ -241,7 +246,7 @@ def test_a_budget_leaves_room_for_the_last_evaluation() -> None:
 
 
 def test_time_spent_before_a_resume_counts() -> None:
-    clock = Clock(plan(budget_seconds=100.0), 4, spent_before=100.0)
+    clock = Clock(12, 100.0, first_step=7, spent_before=100.0)
     assert clock.progress(7, torch.device("cpu")) == 1.0
 
 
@@ -264,8 +269,9 @@ def test_evaluators_run_at_the_start_in_between_and_at_the_end(tmp_path: Path) -
     assert method.encoder.training
 
 
-def test_collapse_is_said_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(Toy(), tmp_path, evaluators=[lambda encoder: iter([("rank", 1.2), ("mean_cosine", 0.4)])])
+def test_what_is_wrong_with_the_values_is_said_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluators = [lambda encoder: iter([("rank", 1.2), ("mean_cosine", 0.4)])]
+    run(Toy(), tmp_path, evaluators=evaluators, warning=collapse_warning)
     assert "warning: the representation is collapsing: effective rank 1.2" in capsys.readouterr().out
 
 

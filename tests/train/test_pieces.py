@@ -17,9 +17,9 @@ from patchmix.files import write_text, writing
 from patchmix.schedules import WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, forget_after, read_metrics
+from patchmix.train.loop import build_optimizer, set_hyperparameters
 from patchmix.train.monitor import collapse_warning, effective_rank, health
-from patchmix.train.optimizer import build_optimizer, set_hyperparameters
-from patchmix.train.signals import name_dead_workers
+from patchmix.train.watch import name_dead_workers
 
 
 def test_warm_up_rises_to_the_peak_and_the_cosine_ends_at_the_end() -> None:

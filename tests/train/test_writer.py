@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint
-from patchmix.train.writer import CheckpointWriter
+from patchmix.train.checkpoint import Checkpoints, CheckpointWriter, load_checkpoint
 from tests.faults.killing import kill_while_writing
 
 

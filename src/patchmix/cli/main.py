@@ -85,8 +85,7 @@ def _exit_code(error: Exception) -> int | None:
     """128 + the signal that stopped a run, 4 for a lost process, 3 for a loss that is not finite, 2 for mistakes."""
     from patchmix.distributed import PeerLost
     from patchmix.launch import LOST_PEER
-    from patchmix.train.loop import NonFiniteLoss
-    from patchmix.train.signals import Interrupted
+    from patchmix.train.watch import Interrupted, NonFiniteLoss
 
     if isinstance(error, Interrupted):
         return 128 + error.signum

@@ -17,11 +17,9 @@ from patchmix.data.loader import Batch, Loader
 from patchmix.evaluate.features import SMALL_IMAGES
 from patchmix.files import write_text
 from patchmix.methods.method import Method
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint
-from patchmix.train.lock import run_lock
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import RunLog
-from patchmix.train.loop import Plan, train
-from patchmix.train.monitor import Evaluator
+from patchmix.train.loop import Evaluator, Plan, train
 
 
 class BestScores(nn.Module):

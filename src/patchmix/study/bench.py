@@ -16,7 +16,7 @@ from patchmix.data.loader import Batch
 from patchmix.methods.method import Method
 from patchmix.study.iteration import Iteration
 from patchmix.study.measure import Gemm, Phases, Spread, in_turns, peak_bytes, reset_peak, resident_bytes, seconds
-from patchmix.train.optimizer import build_optimizer
+from patchmix.train.loop import build_optimizer
 
 
 @dataclass(frozen=True)

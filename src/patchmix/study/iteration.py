@@ -10,8 +10,7 @@ from torch import Tensor
 
 from patchmix.methods.method import Method
 from patchmix.study.measure import Phases, wait_for
-from patchmix.train.loop import seed_pass
-from patchmix.train.optimizer import set_hyperparameters
+from patchmix.train.loop import seed_pass, set_hyperparameters
 
 PHASES = ("forward", "keys", "mixing", "backward", "optimiser", "EMA")
 

@@ -1,16 +1,25 @@
-"""Checkpoints that are either whole or absent."""
+"""What a run's folder holds while it trains: a lock, and checkpoints that are either complete or absent."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import pickle
+import socket
+import threading
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from torch import Tensor
 
-from patchmix.files import writing
+from patchmix.files import write_text, writing
 
 
 class Checkpoints:
@@ -22,14 +31,14 @@ class Checkpoints:
 
     @property
     def last(self) -> Path | None:
-        """The newest complete checkpoint; also right if the process died between writing it and moving `last`."""
+        """The newest complete checkpoint, even if the process died before it moved `last`."""
         return max(self._complete(), default=None)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:09d}.pt"
 
     def save(self, state: dict[str, Any], step: int) -> Path:
-        """`state` holds tensors, numbers, text, lists and dicts only: it is read back without unpickling code."""
+        """`state` holds tensors and plain data only: it is read back with `weights_only=True`."""
         path = self.path(step)
         with writing(path) as file:
             torch.save(state, file)
@@ -60,3 +69,149 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or "step" not in state or "method" not in state:
         raise ValueError(f"{path} is not a patchmix checkpoint: it has no 'step' and 'method'")
     return state
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread while training goes on: one at a time, from a copy that `save` takes.
+
+    The copy's memory is kept for the next save; it is page-locked where the tensors are on a GPU.
+    """
+
+    def __init__(self, checkpoints: Checkpoints | None) -> None:
+        """`checkpoints` is None where nothing is to be written: in trials, and on every rank but 0."""
+        self.checkpoints = checkpoints
+        self._copies: dict[tuple[str, ...], Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._failed: tuple[Path, Exception] | None = None
+
+    def save(self, state: dict[str, Any], step: int) -> None:
+        """Returns when `state` is copied; later changes of its tensors do not reach the file."""
+        self.wait()
+        if self.checkpoints is None:
+            return
+        copy = self._copy(state, ())
+        copied = None
+        if any(tensor.is_pinned() for tensor in self._copies.values()):
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._thread = threading.Thread(
+            target=self._write, args=(self.checkpoints, copy, step, copied), name="checkpoint"
+        )
+        self._thread.start()
+
+    def check(self) -> None:
+        """A ValueError if the last write failed."""
+        if self._failed is None:
+            return
+        path, error = self._failed
+        self._failed = None
+        kept = Checkpoints(path.parent).last
+        where = f"the last good one is {kept}" if kept else "there is none yet"
+        raise ValueError(
+            f"can't write checkpoint {path} ({_reason(error)}); {where}. Make room or change permissions, then "
+            "continue with --resume auto"
+        ) from error
+
+    def wait(self) -> None:
+        """Until everything is on disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def close(self) -> None:
+        """As `wait`, without an error: for use while another one is raised."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(
+        self, checkpoints: Checkpoints, state: dict[str, Any], step: int, copied: torch.cuda.Event | None
+    ) -> None:
+        try:
+            if copied is not None:
+                copied.synchronize()
+            checkpoints.save(state, step)
+        except (OSError, RuntimeError) as error:  # torch turns some failures of the disk into RuntimeError
+            self._failed = (checkpoints.path(step), error)
+
+    def _copy(self, value: Any, place: tuple[str, ...]) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value.detach(), place)
+        if isinstance(value, dict):
+            return {key: self._copy(item, (*place, str(key))) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._copy(item, (*place, str(i))) for i, item in enumerate(value))
+        return value
+
+    def _copy_tensor(self, tensor: Tensor, place: tuple[str, ...]) -> Tensor:
+        copy = self._copies.get(place)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+            self._copies[place] = copy
+        return copy.copy_(tensor, non_blocking=True)
+
+
+def _reason(error: BaseException) -> str:
+    """The system's own message, which torch's error may hide."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).splitlines()[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- lock
+
+LOCK, HOLDER = ".lock", ".lock.json"  # the locked file, and who holds it
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Holds `folder`, which is created if need be; a ValueError names the process that holds it already.
+
+    The system releases the lock when the process ends, however it ends. A folder that was created for the lock alone
+    is removed with it.
+    """
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _acquire(folder)
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        write_text(folder / HOLDER, json.dumps(me))
+    except OSError as error:
+        raise ValueError(f"can't write to {folder} ({error.strerror}); choose another --out") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / HOLDER).unlink()
+            if made and [entry.name for entry in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+        lock.release()
+
+
+def _acquire(folder: Path) -> BaseFileLock:
+    """The system's lock; on file systems without locks (some network ones), a file that says who holds it."""
+    lock: BaseFileLock = FileLock(folder / LOCK, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(_in_use(folder)) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        lock = SoftFileLock(folder / f"{LOCK}.soft")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(f"{_in_use(folder)}; if it is gone, remove {lock.lock_file}") from error
+    return lock
+
+
+def _in_use(folder: Path) -> str:
+    who = "another process"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # it is just taking or releasing the lock
+        who = "process {pid} on {host}, since {since}".format(**json.loads((folder / HOLDER).read_bytes()))
+    return f"{folder} is in use by {who}; wait for it, stop it, or choose another --out"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-Evaluator = Callable[[nn.Module], Iterator[tuple[str, float]]]  # yields (name, value)
+from torch import Tensor
 
 # Below these a representation counts as collapsed; a random ViT and every healthy run are far above.
 COLLAPSED_RANK = 2.0
