@@ -72,9 +72,7 @@ def test_a_folder_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["alive", "dead", "elsewhere", "nobody"])
-def test_without_the_systems_lock_the_holders_name_decides(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_the_holders_name_decides(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(handle: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
