@@ -1,7 +1,7 @@
 """How long a checkpoint holds up the training: written in place, or by the thread beside it, in turns.
 
 python -m benchmarks.checkpoint_stall [--rounds 2]: the median time of a step without a checkpoint, and what a step with
-one takes more, for a ViT-S with PatchMix's heads (about 500 MB with the optimiser's state).
+one takes more, for a ViT-S with PatchMix's heads (about 500 MB with the optimizer's state).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 
 from patchmix.build import METHODS
 from patchmix.nn.vit import create_encoder
+from patchmix.study.bench import RepeatedStep
 from patchmix.train.checkpoint import Checkpoints, CheckpointWriter
-from patchmix.train.loop import build_optimizer, set_hyperparameters
+from patchmix.train.loop import Plan
 
 STEPS, EVERY = 12, 4
 
@@ -34,20 +35,17 @@ def measure(kind: type[CheckpointWriter], folder: Path) -> tuple[list[float], li
     """Seconds of the steps without a checkpoint, and of those with one."""
     torch.manual_seed(0)
     method = METHODS["patchmix"](create_encoder("vit_small_patch8_32")).train()
-    optimizer = build_optimizer(method)
-    set_hyperparameters(optimizer, lr=1e-4, weight_decay=0.1)
+    views = [torch.randn(16, 3, 32, 32) for _ in range(2)]
+    train = RepeatedStep(method, views, Plan(lr=lambda _: 1e-4, weight_decay=lambda _: 0.1, batch_size=16, epochs=1))
     writer = kind(Checkpoints(folder))
     plain: list[float] = []
     saving: list[float] = []
-    views = [torch.randn(16, 3, 32, 32) for _ in range(2)]
     for step in range(STEPS + EVERY):
         began = time.perf_counter()
-        method(views)["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train()
         due = step % EVERY == EVERY - 1
         if due:
-            writer.save({"method": method.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, step)
+            writer.save({"method": method.state_dict(), "optimizer": train.optimizer.state_dict(), "step": step}, step)
         if step >= EVERY:  # the first save makes the copies' memory
             (saving if due else plain).append(time.perf_counter() - began)
     writer.wait()

@@ -16,11 +16,9 @@ from patchmix import build
 from patchmix.config import Config
 from patchmix.nn.vit import HEADS
 from patchmix.run import configure
+from patchmix.study.bench import Gemm, Phases, RepeatedStep, peak_bytes, resident_bytes
 from patchmix.study.flops import count_flops, sizes_of
-from patchmix.study.iteration import Iteration
-from patchmix.study.measure import Gemm, Phases, peak_bytes, resident_bytes
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
-from patchmix.train.loop import build_optimizer
 
 CPU = torch.device("cpu")
 Answer = dict[str, Any]
@@ -57,8 +55,8 @@ def ours(what: dict[str, Any]) -> Callable[[Answer], Answer]:
     config = recipe(what)
     method = build.build_method(config).train()
     views = random_views(sizes_of(what["model"]).image_size, what["batch"])
-    phases = Phases(CPU) if what.get("phases") else None
-    iterate = Iteration(method, build_optimizer(method), views, phases=phases)
+    iterate = RepeatedStep(method, views, build.build_plan(config, steps_per_epoch=1000, device=CPU))
+    phases = iterate.time_phases() if what.get("phases") else None
     products = Products()
 
     def do(request: Answer) -> Answer:
@@ -96,7 +94,7 @@ def plain(what: dict[str, Any]) -> Callable[[Answer], Answer]:
             loss = model(views)["loss"]
         with phases.of("backward"):
             loss.backward()
-        with phases.of("optimiser"):
+        with phases.of("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
         with phases.of("EMA"):

@@ -19,7 +19,7 @@ from patchmix.data.sources import open_source
 from patchmix.data.views import Views, two_views
 from patchmix.mixing import PatchMix
 from patchmix.nn.vit import create_encoder
-from patchmix.study.measure import Spread, in_turns, ratio, seconds
+from patchmix.study.bench import Spread, in_turns, ratio, seconds
 
 SMALL, LARGE, BATCH = 500, 5000, 64
 

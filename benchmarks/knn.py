@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.result import Result
 from patchmix.evaluate import knn
-from patchmix.study.measure import in_turns, ratio, seconds
+from patchmix.study.bench import in_turns, ratio, seconds
 
 BANK, QUERIES, WIDTH, CLASSES = 50_000, 10_000, 192, 10
 

@@ -12,10 +12,8 @@ from benchmarks.children import ROOT
 from benchmarks.result import Result
 from patchmix import build
 from patchmix.run import configure
-from patchmix.study.iteration import Iteration
-from patchmix.study.measure import Spread, proportional_bytes
+from patchmix.study.bench import RepeatedStep, Spread
 from patchmix.train.allocator import keep_freed_memory
-from patchmix.train.loop import build_optimizer
 
 CIFAR = ROOT.parent / "shared" / "data" / "cifar10"
 MODEL = ("model.dim=128", "model.depth=4", "model.heads=4")
@@ -28,8 +26,10 @@ def run(quick: bool = False) -> list[Result]:
     source = build.build_source(config)
     method = build.build_method(config).train()
     prepare = build.build_prepare(config.views, config.model.in_chans)
-    batches = build.build_loader(config, source, 32).batches()
-    step = Iteration(method, build_optimizer(method), prepare(next(batches)))
+    loader = build.build_loader(config, source, 32)
+    batches = loader.batches()
+    plan = build.build_plan(config, loader.steps_per_epoch, torch.device("cpu"))
+    step = RepeatedStep(method, prepare(next(batches)), plan)
     step()
     shares = []
     for _ in range(2 if quick else 4):
@@ -49,3 +49,12 @@ def run(quick: bool = False) -> list[Result]:
         Result("loader: worker's own memory (PSS), GB", Spread.of([worker / 2**30])),
         Result("loader: decoded data set, GB", Spread.of([pixels / 2**30])),
     ]
+
+
+def proportional_bytes(pid: int) -> int:
+    """PSS of a process: its own memory and its part of what it shares; 0 where the system does not say."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:")), 0)

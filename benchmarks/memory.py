@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.children import children
 from benchmarks.result import Result
-from patchmix.study.measure import Spread
+from patchmix.study.bench import Spread
 
 MODEL, BATCH, STEPS = "vit_tiny_patch2_32", 64, 2
 

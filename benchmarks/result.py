@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from patchmix.study.measure import Spread
+from patchmix.study.bench import Spread
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.children import ROOT
 from benchmarks.result import Result
-from patchmix.study.measure import Spread
+from patchmix.study.bench import Spread
 
 POLL = 0.02
 

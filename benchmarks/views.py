@@ -13,7 +13,7 @@ from benchmarks.pictures import jpeg, picture
 from benchmarks.result import Result
 from patchmix.data.decode import decode, decode_reduced, size_of
 from patchmix.data.views import Views, two_views
-from patchmix.study.measure import in_turns, ratio, seconds
+from patchmix.study.bench import in_turns, ratio, seconds
 
 
 def run(quick: bool = False) -> list[Result]:

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipes": {"config"},
     "study": {
         *("files", "config", "recipes", "data", "nn", "interop", "methods.method", "train", "evaluate", "report"),
-        *("distributed", "device", "progress"),
+        *("distributed", "device", "progress", "launch", "settings"),
     },
 }
 MAY_IMPORT["build"] = set(MAY_IMPORT) - {"report"}

@@ -61,7 +61,7 @@ def test_the_one_to_blame_gives_the_code_and_the_line(
 
 
 def test_a_process_that_does_not_end_by_itself_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
     assert play("rank == '0' and sys.exit(2); time.sleep(600)", tmp_path, monkeypatch) == 2
 
 
@@ -94,18 +94,18 @@ sys.exit(128 + caught)
 
 def test_each_process_is_told_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launch, "_cores", lambda: 5)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 5)
     script = f"""
 keys = "LOCAL_RANK WORLD_SIZE OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME".split()
 open({str(tmp_path)!r} + "/told" + rank, "w").write(" ".join(os.environ[k] for k in keys))
 assert os.environ[{distributed.RENDEZVOUS!r}].startswith("file:///")
 """
     assert play(script, tmp_path, monkeypatch) == 0
-    lo = launch._loopback()
+    lo = "lo" if sys.platform == "linux" else "lo0"
     assert [(tmp_path / f"told{r}").read_text() for r in (0, 1)] == [f"{r} 2 2 {lo} {lo}" for r in (0, 1)]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs prctl")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_processes_end_with_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"""
 def note(signum, frame):

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 import torch.distributed as dist
 
-from patchmix.distributed import only_of_this_start
+from patchmix.distributed import fresh_store
 
 MINUTE = timedelta(minutes=1)
 ADDRESSES = count()
@@ -26,7 +26,7 @@ def start(server: dist.TCPStore, world: int, *, late: int | None = None) -> list
         if me == late:
             time.sleep(0.3)
         store = dist.TCPStore("127.0.0.1", server.port, world, is_master=False, timeout=MINUTE)
-        parts[me] = only_of_this_start(store, me, world, MINUTE)
+        parts[me] = fresh_store(store, me, world, MINUTE)
         if parts[me].check([f"address of {me}"]):
             stale.append(me)
         parts[me].set(f"address of {me}", address)
@@ -59,7 +59,7 @@ def test_a_restarted_group_does_not_see_the_one_before(server: dist.TCPStore, wo
 
 def test_a_start_that_some_did_not_survive_leaves_nothing_behind(server: dist.TCPStore) -> None:
     start(server, 3)
-    for key, value in (("patchmix/said/1", "of a process that died"), ("patchmix/agreed/2", "something else")):
+    for key, value in (("patchmix/nonce/1", "of a process that died"), ("patchmix/acknowledged/2", "something else")):
         server.set(key, value)
     parts = start(server, 3)
     assert len({part.get("address of 1") for part in parts}) == 1
@@ -67,7 +67,7 @@ def test_a_start_that_some_did_not_survive_leaves_nothing_behind(server: dist.TC
 
 def test_those_who_never_come_are_not_waited_for_without_end(server: dist.TCPStore) -> None:
     short = timedelta(seconds=0.5)
-    for me in (0, 1):  # the first waits for a word, the second for a name
+    for me in (0, 1):  # rank 0 waits for a nonce, rank 1 for the echo
         store = dist.TCPStore("127.0.0.1", server.port, 2, is_master=False, timeout=short)
         with pytest.raises(dist.DistStoreError, match=r"(?i)time"):
-            only_of_this_start(dist.PrefixStore(str(me), store), me, 2, short)
+            fresh_store(dist.PrefixStore(str(me), store), me, 2, short)

@@ -1,7 +1,4 @@
-"""One process or many: rank, world size, and the few collectives that pre-training needs.
-
-Everything here is the identity in a single process, so callers never ask which it is.
-"""
+"""Rank, world size, and the few collectives that pre-training needs; all work in a single process, too."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT_MINUTES = 10.0
-RENDEZVOUS = "PATCHMIX_RENDEZVOUS"  # in the environment: where processes meet, if not at torchrun's address
+RENDEZVOUS = "PATCHMIX_RENDEZVOUS"  # environment variable: where ranks meet, if not at torchrun's address
 
 
 def rank() -> int:
@@ -32,26 +29,26 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Also right before the group is joined and after it is left."""
+    """Whether this is rank 0; also outside of the group."""
     return rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
 
 
 def check_alone(what: str) -> None:
-    """A ValueError where torchrun started several processes for `what`, which each of them would do as a whole."""
+    """A ValueError where torchrun started several processes for `what`, which only one may do."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1:
         raise ValueError(f"{what} is the work of one process, but {started} were started; start it without torchrun")
 
 
 class PeerLost(RuntimeError):
-    """Another process of the group ended, or did not answer in time: this one can't go on."""
+    """Another process of the group ended, or did not answer in time."""
 
 
 @contextmanager
 def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[None]:
-    """Joins the group that torchrun or `--devices` describes in the environment; nothing to do in a single process.
+    """Joins the group that torchrun or `--devices` describes in the environment, if there is one.
 
-    No wait for another process lasts longer than `timeout_minutes`; then, or when one is gone, PeerLost is raised.
+    PeerLost is raised when another process is gone, or has not answered for `timeout_minutes`.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield
@@ -63,13 +60,13 @@ def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES
         place = os.environ.get(RENDEZVOUS)
         store, *_ = next(rendezvous(place or "env://", me, world, timeout=timeout))
         if place is None:
-            store = only_of_this_start(store, me, world, timeout)
+            store = fresh_store(store, me, world, timeout)
         dist.init_process_group(backend, store=store, rank=me, world_size=world, timeout=timeout)
         yield
     except RuntimeError as error:
-        if not _is_about_peers(error):
-            raise
         text = str(error).lower()
+        if not isinstance(error, dist.DistError) and "gloo" not in text:
+            raise
         late = ("timed out" in text or "timeout" in text) and "refused" not in text
         reason = f"no answer within {timeout_minutes:g} min" if late else "it ended, or the network failed"
         raise PeerLost(
@@ -81,33 +78,33 @@ def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES
             dist.destroy_process_group()  # after a failure NCCL would wait here for operations that never end
 
 
-def only_of_this_start(store: Store, me: int, world: int, timeout: timedelta) -> Store:
-    """A part of `store` in which only processes that were started together read and write.
+def fresh_store(store: Store, me: int, world: int, timeout: timedelta) -> Store:
+    """A part of `store` that only ranks which were started together use.
 
-    torchrun's store lives as long as torchrun. After a restart it still has the addresses of the processes before, and
-    one that looks for a peer which is not there yet would find a dead one's. So each says a word that nobody has said
-    before; the first repeats them beside a name for the part, until all have seen their own word and said that name.
+    torchrun's store outlives a restart and still holds the addresses of the ranks before it. So each rank publishes a
+    nonce; rank 0 echoes all of them beside a name for the part, until every rank has found its own nonce in the echo
+    and acknowledged the name.
     """
+    nonce, echo, acknowledged = "patchmix/nonce/{}", "patchmix/echo", "patchmix/acknowledged/{}"
     mine = uuid.uuid4().hex
-    said, named, agreed = "patchmix/said/{}", "patchmix/named", "patchmix/agreed/{}"
     others = range(1, world)
     deadline = time.monotonic() + timeout.total_seconds()
     if me == 0:
         name = mine
         while world > 1:
-            words = store.multi_get([said.format(other) for other in others])  # waits until each has said one
-            store.set(named, " ".join([name, *(word.decode() for word in words)]))
-            answers = store.multi_get([agreed.format(other) for other in others])
-            if all(answer.decode() == name for answer in answers):
+            nonces = store.multi_get([nonce.format(other) for other in others])  # waits until all are there
+            store.set(echo, " ".join([name, *(value.decode() for value in nonces)]))
+            names = store.multi_get([acknowledged.format(other) for other in others])
+            if all(value.decode() == name for value in names):
                 break
             _wait_a_little(deadline)
     else:
-        store.set(agreed.format(me), "nothing yet")
-        store.set(said.format(me), mine)
-        while mine not in (heard := store.get(named).decode().split()):
+        store.set(acknowledged.format(me), "nothing yet")
+        store.set(nonce.format(me), mine)
+        while mine not in (heard := store.get(echo).decode().split()):
             _wait_a_little(deadline)
         name = heard[0]
-        store.set(agreed.format(me), name)
+        store.set(acknowledged.format(me), name)
     return PrefixStore(f"patchmix/{name}", store)
 
 
@@ -115,10 +112,6 @@ def _wait_a_little(deadline: float) -> None:
     if time.monotonic() > deadline:
         raise dist.DistStoreError("timed out: the processes of this start did not find each other")
     time.sleep(0.02)
-
-
-def _is_about_peers(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def barrier() -> None:
@@ -131,7 +124,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @torch.no_grad()
 def gather(x: Tensor) -> Tensor:
-    """Concatenates x of all processes in the order of their ranks, without gradient. (n, …) → (n·world, …)."""
+    """Concatenates x of all ranks, in their order, without gradient. (n, …) → (n·world, …)."""
     if world_size() == 1:
         return x
     out = x.new_empty((world_size() * x.shape[0], *x.shape[1:]))
@@ -152,7 +145,7 @@ class _GatherWithGradient(torch.autograd.Function):
 
 
 def gather_with_gradient(x: Tensor) -> Tensor:
-    """As `gather`, but every process's use of x counts in its gradient: their sum. (n, …) → (n·world, …)."""
+    """As `gather`; x's gradient is the sum over what all ranks do with it. (n, …) → (n·world, …)."""
     if world_size() == 1:
         return x
     return _GatherWithGradient.apply(x)  # type: ignore[no-any-return]
@@ -168,7 +161,7 @@ def broadcast_float(value: float, device: torch.device) -> float:
 
 
 def average(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """The mean of each value over the processes, on every process."""
+    """The mean of each value over the ranks, on every rank."""
     if world_size() == 1:
         return values
     tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
@@ -177,7 +170,7 @@ def average(values: dict[str, float], device: torch.device) -> dict[str, float]:
 
 
 def any_process(flag: bool, device: torch.device) -> bool:
-    """True everywhere as soon as it is true on one process."""
+    """Whether the flag is true on any rank."""
     if world_size() == 1:
         return flag
     tensor = torch.tensor(float(flag), device=device)
@@ -200,7 +193,7 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
-    """Sum over processes; gradients are summed too."""
+    """The sum over ranks; gradients are summed, too."""
     if world_size() == 1:
         return x
     return _AllReduceSum.apply(x)  # type: ignore[no-any-return]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from patchmix.cli import main
-from patchmix.study import measure
-from patchmix.study.measure import Gemm, Phases, Spread, in_turns, peak_bytes, ratio, reset_peak, resident_bytes
+from patchmix.study import bench
+from patchmix.study.bench import Gemm, Phases, Spread, in_turns, peak_bytes, ratio, reset_peak, resident_bytes
 
 CPU = torch.device("cpu")
 SMALL = ["model.dim=24", "model.depth=1", "model.heads=2", "method.head_hidden=32", "method.head_out=16"]
@@ -51,9 +51,9 @@ def test_the_peak_sees_what_was_freed() -> None:
 
 
 def test_the_rate_of_products_is_that_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "GEMM_SHAPES", [(4, 5, 6), (2, 3, 4)])
+    monkeypatch.setattr(bench, "GEMM_SHAPES", [(4, 5, 6), (2, 3, 4)])
     times = iter([0.5, 0.25, 0.5, 0.5])
-    monkeypatch.setattr(measure, "seconds", lambda product, device: product() is not None and next(times))
+    monkeypatch.setattr(bench, "seconds", lambda product, device: product() is not None and next(times))
     assert Gemm(CPU).rate(repeats=2) == 2 * 4 * 5 * 6 / 0.25
 
 
@@ -66,7 +66,7 @@ def test_the_command_measures_a_model(method: str, capsys: pytest.CaptureFixture
     assert summary["batch_size"] == 8
     assert summary["images_per_second"] == pytest.approx(8 / summary["step_seconds"]["median"])
     assert sum(summary["phases"].values()) == pytest.approx(1.0)
-    assert {"forward", "backward", "optimiser"} <= set(summary["phases"])
+    assert {"forward", "backward", "optimizer"} <= set(summary["phases"])
     assert ("keys" in summary["phases"] and "mixing" in summary["phases"]) == (method == "patchmix")
     assert 0 <= summary["loader_wait"] <= 1 and 0 < summary["ceiling_share"]["median"] < 1
 

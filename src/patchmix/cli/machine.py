@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +20,10 @@ def doctor(runs: Path = Path("runs"), as_json: AsJson = False) -> None:
     Args:
         runs: Where runs are going to be written.
     """
-    from patchmix.study.doctor import examine, print_findings
+    from patchmix.settings import Doctor
+    from patchmix.study.doctor import doctor
 
-    print_findings(examine(runs), as_json=as_json)
+    doctor(Doctor(runs, as_json))
 
 
 def bench(
@@ -55,7 +57,7 @@ def bench(
     from timm.models.vision_transformer import VisionTransformer
 
     from patchmix import build
-    from patchmix.device import autocast_dtype, resolve_device
+    from patchmix.device import resolve_device
     from patchmix.interop.backbone import Architecture
     from patchmix.run import configure
     from patchmix.study.bench import measure_speed, print_speed
@@ -99,15 +101,14 @@ def bench(
         )
     speed = measure_speed(
         made,
-        loader.batches,
+        loader.batches(),
         build.build_prepare(views=config.views, in_chans=config.model.in_chans),
+        build.build_plan(config, loader.steps_per_epoch, target),
         device=target,
         flops=flops,
-        autocast=autocast_dtype(target, config.train.precision),
         steps=steps,
-        compiled=config.runtime.compile,
     )
     if as_json:
-        print(json.dumps(speed.as_dict(), indent=1))
+        print(json.dumps(asdict(speed), indent=1))
     else:
         print_speed(speed, f"{config.method.name}, {config.model.name}")

@@ -1,10 +1,20 @@
-"""How fast a configuration trains on this machine: images a second, share of the machine's best, phases, memory."""
+"""`patchmix bench`: how fast a configuration trains on this machine, and the tools to measure it.
+
+A machine's speed drifts with its load and temperature. What is compared is therefore run in turns, A B A B …; each
+round gives one ratio, and the median of the ratios is reported with the lowest and the highest.
+"""
 
 from __future__ import annotations
 
+import itertools
+import resource
+import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,72 +24,78 @@ from torch import Tensor
 
 from patchmix.data.loader import Batch
 from patchmix.methods.method import Method
-from patchmix.study.iteration import Iteration
-from patchmix.study.measure import Gemm, Phases, Spread, in_turns, peak_bytes, reset_peak, resident_bytes, seconds
-from patchmix.train.loop import build_optimizer
+from patchmix.train.loop import Plan, build_optimizer, train_step, wrap
+
+PROGRESS = 1e-3  # of the training, in every measured step
+# Large enough for any machine's best rate, and a tenth of a second on two cores: (rows, inner, columns).
+GEMM_SHAPES = ((2048, 2048, 2048), (4096, 1024, 2048), (8192, 768, 1536), (1536, 4096, 1536))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some values, with the lowest and the highest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.low:.3g}–{self.high:.3g})"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What `measure_speed` found. `ceiling_share` is None where the method's FLOPs are not known."""
+    """What `measure_speed` measured. `ceiling_share` is None where the method's FLOPs are not known."""
 
     device: str
     batch_size: int
-    images_per_second: float  # of steps, views being there
+    images_per_second: float  # without waiting for data
     step_seconds: Spread
     gemm_gflops: float
     ceiling_share: Spread | None
     phases: dict[str, float]  # shares of a step
-    peak_gb: float  # model, optimiser and activations
-    loader_wait: float | None  # share of the time, when views are made on the way
-    compiling_seconds: float | None = None  # by which the first step was longer than the others
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    peak_gb: float  # model, optimizer and activations
+    loader_wait: float  # share of the time, with views from the loader
+    compiling_seconds: float | None = None  # by which the first step took longer than the others
 
 
 def measure_speed(
     method: Method,
-    batches: Callable[[], Iterator[Batch]],
+    batches: Iterator[Batch],
     prepare: Callable[[Batch], list[Tensor]],
+    plan: Plan,
     *,
     device: torch.device,
     flops: float | None,
-    autocast: torch.dtype | None = None,
     steps: int = 5,
-    compiled: bool = False,
 ) -> Speed:
-    """Trains a few steps. `flops`: of one step by the closed form, forward and backward.
-
-    With `compiled` the method is compiled, as `pretrain --compile` does it.
-    """
-    if compiled:
-        method.compile()
+    """Trains a few steps. `flops`: of one step by the closed form, forward and backward."""
     before = 0 if device.type == "cuda" else resident_bytes()
     reset_peak(device)
-    optimizer = build_optimizer(method)
-    stream = batches()
-    views = prepare(next(stream).to(device))
-    step = Iteration(method, optimizer, views, autocast=autocast)
+    views = prepare(next(batches).to(device))
+    step = RepeatedStep(method, views, plan)
     first = seconds(step, device)
-    step()  # now with the optimiser's state beside the activations
+    step()  # now with the optimizer's state beside the activations
     peak = peak_bytes(device) - before
-    products = Gemm(device, autocast or torch.float32)
+    products = Gemm(device, plan.autocast or torch.float32)
     times = in_turns({"step": lambda: seconds(step, device), "gemm": products.rate}, steps, warm_up=0)
 
     waited, began = 0.0, time.perf_counter()
     for _ in range(steps):
         asked = time.perf_counter()
-        batch = next(stream)
+        batch = next(batches)
         waited += time.perf_counter() - asked
         step.views = prepare(batch.to(device))
         step()
     wait = waited / (time.perf_counter() - began)
 
-    phases = Phases(device)
-    timed = Iteration(method, optimizer, views, autocast=autocast, phases=phases, compiled=compiled)
+    phases, step.views = step.time_phases(), views
     for _ in range(2):
-        timed()
+        step()
     whole = sum(phases.seconds.values())
     share = None
     if flops is not None:
@@ -95,21 +111,209 @@ def measure_speed(
         phases={name: spent / whole for name, spent in phases.seconds.items()},
         peak_gb=peak / 2**30,
         loader_wait=wait,
-        compiling_seconds=max(0.0, first - spread.median) if compiled else None,
+        compiling_seconds=max(0.0, first - spread.median) if plan.compile else None,
     )
 
 
-def print_speed(speed: Speed, title: str, console: Console | None = None) -> None:
+def print_speed(speed: Speed, title: str) -> None:
     table = Table(title=title, box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_row("images a second", f"{speed.images_per_second:.1f} (batch {speed.batch_size}, {speed.device})")
-    table.add_row("a step", f"{speed.step_seconds} s, median (lowest–highest)")
+    table.add_row("images per second", f"{speed.images_per_second:.1f} (batch {speed.batch_size}, {speed.device})")
+    table.add_row("one step", f"{speed.step_seconds} s, median (lowest–highest)")
     if speed.ceiling_share is not None:
         table.add_row("share of the GEMM ceiling", f"{speed.ceiling_share} of {speed.gemm_gflops:.0f} GFLOP/s")
-    phases = ", ".join(f"{name} {100 * share:.1f} %" for name, share in speed.phases.items())
-    table.add_row("phases", phases)
+    table.add_row("phases", ", ".join(f"{name} {100 * share:.1f} %" for name, share in speed.phases.items()))
     table.add_row("peak memory", f"{speed.peak_gb:.2f} GB")
     if speed.compiling_seconds is not None:
         table.add_row("compiling", f"{speed.compiling_seconds:.0f} s, once")
-    if speed.loader_wait is not None:
-        table.add_row("waiting for data", f"{100 * speed.loader_wait:.1f} % of the time")
-    (console or Console()).print(table)
+    table.add_row("waiting for data", f"{100 * speed.loader_wait:.1f} % of the time")
+    Console().print(table)
+
+
+# ------------------------------------------------------------------------------------------------------------- step
+
+
+class RepeatedStep:
+    """The loop's `train_step` with a new optimizer, on the same views again and again."""
+
+    def __init__(self, method: Method, views: list[Tensor], plan: Plan) -> None:
+        self.method, self.views, self.plan = method, views, plan
+        self.optimizer = build_optimizer(method)
+        self._device = views[0].device
+        self._module = wrap(method, self._device, compiled=plan.compile)
+        self._phases = Phases(torch.device("cpu"))
+        self._steps = 0
+
+    def time_phases(self) -> Phases:
+        """Measures the phases of a step from now on, which makes a GPU wait between them.
+
+        In a compiled method keys and mixing count as forward: its graph is not cut to time them.
+        """
+        self._phases = phases = Phases(self._device)
+        if not self.plan.compile:
+            if hasattr(self.method, "mix"):
+                self.method.mix = TimedMix(self.method.mix, phases)  # type: ignore[assignment]
+            if hasattr(self.method, "keys"):
+                self.method.keys = phases.wrap("keys", self.method.keys)  # type: ignore[assignment, arg-type]
+        return phases
+
+    def __call__(self) -> float:
+        """One step; returns the loss."""
+        losses = train_step(
+            self._module,
+            self.method,
+            self.optimizer,
+            itertools.repeat(self.views),
+            self.plan,
+            step=self._steps,
+            progress=PROGRESS,
+            device=self._device,
+            prepare=lambda views: views,
+            phase=self._phases.of,
+        )
+        self._steps += 1
+        wait_for(self._device)
+        return float(losses["loss"].detach())
+
+
+class TimedMix:
+    """A mix whose time is a phase of its own."""
+
+    def __init__(self, mix: Any, phases: Phases) -> None:
+        self._mix, self._phases = mix, phases
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mix, name)
+
+    def for_one_step(self) -> TimedMix:
+        return TimedMix(self._mix.for_one_step(), self._phases)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._phases.of("mixing"):
+            return self._mix(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------------- time
+
+
+def in_turns(measures: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: int = 1) -> dict[str, list[float]]:
+    """Calls every measure once a round, in turns; the values of the warm-up rounds are dropped."""
+    values: dict[str, list[float]] = {name: [] for name in measures}
+    for number in range(warm_up + rounds):
+        for name, measure in measures.items():
+            value = measure()
+            if number >= warm_up:
+                values[name].append(value)
+    return values
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
+    """Of two series that were measured in turns, round by round."""
+    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def seconds(function: Callable[[], object], device: torch.device | None = None) -> float:
+    """How long one call takes, including what it queued on the device."""
+    wait_for(device)
+    began = time.perf_counter()
+    function()
+    wait_for(device)
+    return time.perf_counter() - began
+
+
+def wait_for(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Gemm:
+    """The ceiling of everything made of matrix products: the best rate over a few large ones."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.device = device
+        self._pairs = [
+            (torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype))
+            for m, k, n in GEMM_SHAPES
+        ]
+
+    @torch.no_grad()
+    def rate(self, repeats: int = 2) -> float:
+        """FLOPs per second, now: 2 per multiply-add."""
+        best = 0.0
+        for a, b in self._pairs:
+            flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
+            for _ in range(repeats):
+                best = max(best, flops / seconds(lambda a=a, b=b: torch.mm(a, b), self.device))  # type: ignore[misc]
+        return best
+
+
+class Phases:
+    """Where the time of a step goes: seconds by name. Time in a nested phase counts for the inner one only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: list[str] = []
+        self._since = 0.0
+        self.seconds: dict[str, float] = {}
+
+    def reset(self) -> None:
+        self.seconds = {}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def _charge(self) -> None:
+        """The time since the last call belongs to the innermost phase."""
+        wait_for(self._device)
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
+        self._since = now
+
+    def wrap(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def timed(*args: object, **kwargs: object) -> object:
+            with self.of(name):
+                return function(*args, **kwargs)
+
+        return timed
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+def resident_bytes() -> int:
+    """What this process holds in memory now; 0 where the system does not say."""
+    return _status("VmRSS")
+
+
+def peak_bytes(device: torch.device | None = None) -> int:
+    """The most that was held: on a GPU by torch's allocator, else by the process."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak(device: torch.device | None = None) -> None:
+    """Start the peak anew, where the system allows it."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # not Linux, or not allowed: the peak stays that of the whole process
+        return
+
+
+def _status(key: str) -> int:
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key + ":")), 0)
