@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> tuple[Path, PatchMixMethod]:
 
 
 def features(encoder: torch.nn.Module, images: torch.Tensor, file: Any) -> torch.Tensor:
-    """The definition: normalise, forward, class token."""
+    """The definition: normalize, forward, class token."""
     mean, std = torch.tensor(file.mean).view(3, 1, 1), torch.tensor(file.std).view(3, 1, 1)
     with torch.no_grad():
         out: torch.Tensor = encoder((images - mean) / std)

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from patchmix.interop.backbone import Architecture, Backbone
-from patchmix.interop.exporting import FORMATS, export
+from patchmix.interop.exporting import FORMATS, export, export_weights
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
+from patchmix.settings import Export
 
 NAMES = {"timm": "model.safetensors", "torchvision": "tv.safetensors", "huggingface": "folder", "onnx": "model.onnx"}
 
@@ -112,7 +113,7 @@ def test_nothing_different_is_overwritten_unasked(format: str, backbone: Backbon
         export(other, out, format)
     assert [path.read_bytes() for path in files] == before
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(files)
-    if format != "torchvision":  # which stores no normalisation
+    if format != "torchvision":  # which stores no normalization
         with pytest.raises(ValueError, match="exists and differs"):
             export(dataclasses.replace(backbone, std=(1.0, 1.0, 1.0)), out, format)
     export(other, out, format, overwrite=True)
@@ -157,13 +158,13 @@ def test_a_failing_write_leaves_the_old_file(
     assert out.read_bytes() == before and list(tmp_path.iterdir()) == [out]
 
 
-def test_onnx_tells_its_normalisation_and_no_paths(backbone: Backbone, tmp_path: Path) -> None:
+def test_onnx_tells_its_normalization_and_no_paths(backbone: Backbone, tmp_path: Path) -> None:
     import onnx
 
     export(backbone, tmp_path / "a.onnx", "onnx")
     model = onnx.load(tmp_path / "a.onnx")
-    said = {entry.key: entry.value for entry in model.metadata_props}
-    assert tuple(json.loads(said["mean"])) == backbone.mean and tuple(json.loads(said["std"])) == backbone.std
+    described = {entry.key: entry.value for entry in model.metadata_props}
+    assert tuple(json.loads(described["mean"])) == backbone.mean and tuple(json.loads(described["std"])) == backbone.std
     assert b"site-packages" not in (tmp_path / "a.onnx").read_bytes()
 
 
@@ -192,3 +193,15 @@ def test_onnx_that_is_not_installed(backbone: Backbone, tmp_path: Path, monkeypa
 def test_unknown_format(backbone: Backbone, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="export format 'tflite' is unknown; it must be one of timm, torchvision"):
         export(backbone, tmp_path / "a", "tflite")
+
+
+def test_export_prints_what_it_wrote_and_how_to_open_it(
+    backbone: Backbone, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "folder"
+    backbone.save(run / "encoder.safetensors")
+    exported = export_weights(Export(str(run), out, format="huggingface"))
+    wrote = [f"wrote {out / name}" for name in ("config.json", "model.safetensors")]
+    assert capsys.readouterr().out.splitlines() == [*wrote, "", *exported.usage.splitlines()]
+    with pytest.raises(ValueError, match="exists and differs"):
+        export_weights(Export("timm:vit_tiny_patch4_16", out, format="huggingface"))

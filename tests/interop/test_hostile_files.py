@@ -100,7 +100,7 @@ def test_weights_that_are_not_finite(value: float, make_foreign, tmp_path: Path)
     assert "NaN or infinite weights in blocks.0.mlp.fc1.weight" in refusal(tmp_path / "model.pth")
 
 
-def test_quantised_weights(make_foreign, tmp_path: Path) -> None:
+def test_quantized_weights(make_foreign, tmp_path: Path) -> None:
     state = make_foreign("timm").encoders[None]
     state["blocks.0.mlp.fc1.weight"] = state["blocks.0.mlp.fc1.weight"].to(torch.int8)
     torch.save(state, tmp_path / "model.pth")
@@ -115,3 +115,20 @@ def test_our_file_with_damaged_metadata(backbone, tmp_path: Path) -> None:
     header = {"architecture": vars(backbone.architecture) | {"depth": 3}, "mean": [0] * 3, "std": [1] * 3}
     save_file(weights, path, metadata={"patchmix": json.dumps(header | {"origin": {}})})
     assert "blocks.2.norm1.weight is missing" in refusal(path, load_backbone)
+
+
+@pytest.mark.parametrize("change", [{"dim": "48"}, {"heads": 0}, {"depth": 10**9}, {"heads": 7}, {"color": 1}], ids=str)
+def test_our_file_with_impossible_sizes(change: dict[str, object], backbone, tmp_path: Path) -> None:
+    path = tmp_path / "encoder.safetensors"
+    header = {"architecture": vars(backbone.architecture) | change, "mean": [0] * 3, "std": [1] * 3, "origin": {}}
+    save_file(backbone.weights, path, metadata={"patchmix": json.dumps(header)})
+    refusal(path, load_backbone)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"model": 3}, {"model": {"name": "vit_tiny_patch4_16", "dim": "x"}}], ids=str
+)
+def test_our_checkpoint_with_another_configuration(config: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "step-1.pt"
+    torch.save({"method": {"encoder.norm.weight": torch.ones(3), "encoder.x": "no tensor"}, "config": config}, path)
+    refusal(path, load_backbone)

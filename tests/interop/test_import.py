@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from patchmix.interop.importing import import_checkpoint
+from patchmix.interop.importing import import_checkpoint, import_weights
 from patchmix.interop.layouts import tensors_of
+from patchmix.interop.loading import load_backbone
+from patchmix.settings import Import
 
 
 @pytest.fixture
@@ -37,9 +39,9 @@ def test_every_name_is_taken_or_dropped_once(foreign, file: Path) -> None:
     tensors, others = tensors_of(foreign.checkpoint)
     assert sorted(sum(imported.dropped.values(), imported.taken)) == sorted([*tensors, *others])
     assert len(imported.taken) == len(imported.backbone.weights)
-    told = "\n".join(imported.summary())
+    printed = "\n".join(imported.summary())
     for reason, names in imported.dropped.items():
-        assert f"{len(names)}: {reason} ({names[0]}" in told
+        assert f"{len(names)}: {reason} ({names[0]}" in printed
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_names_follow_the_size(file: Path) -> None:
     assert _timm_name(48, 2, 4, 16) == "vit_tiny_patch4_16"
 
 
-def test_timm_folder_tells_heads_and_normalisation(make_foreign, tmp_path: Path) -> None:
+def test_timm_folder_tells_heads_and_normalization(make_foreign, tmp_path: Path) -> None:
     state = make_foreign("timm").encoders[None]
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
     bare = import_checkpoint(tmp_path / "model.safetensors")
@@ -219,8 +221,12 @@ def test_timm_folder_tells_heads_and_normalisation(make_foreign, tmp_path: Path)
     config: dict[str, Any] = {"architecture": "vit_small_patch16_224", "model_args": {"num_heads": 12, "depth": 1}}
     config["pretrained_cfg"] = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    said = import_checkpoint(tmp_path / "model.safetensors")
-    assert said.backbone.architecture.heads == 12 and said.backbone.mean == said.backbone.std == (0.5, 0.5, 0.5)
+    described = import_checkpoint(tmp_path / "model.safetensors")
+    assert described.backbone.architecture.heads == 12 and described.backbone.mean == described.backbone.std == (
+        0.5,
+        0.5,
+        0.5,
+    )
 
 
 def test_torchvision_names(tmp_path: Path) -> None:
@@ -259,3 +265,21 @@ def test_numbers_of_the_old_numpy_are_read(make_foreign, file: Path) -> None:
     assert b"cnumpy._core.multiarray\nscalar" in content
     file.write_bytes(content.replace(b"cnumpy._core.multiarray\nscalar", b"cnumpy.core.multiarray\nscalar"))
     assert import_checkpoint(file).format == "dino"
+
+
+def test_import_writes_the_encoder_and_prints_what_became_of_each_name(
+    make_foreign, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign, out = make_foreign("dino"), tmp_path / "imported"
+    torch.save(foreign.checkpoint, file)
+    import_weights(Import(file, out, encoder="base", heads=12, image_size=64))
+    loaded = load_backbone(out)
+    assert torch.equal(loaded.weights["norm.weight"], foreign.encoders["base"]["norm.weight"])
+    assert loaded.architecture.heads == 12 and loaded.architecture.image_size == 64
+    printed = capsys.readouterr().out
+    for line in ("format   dino", "the momentum encoder (teacher/", "12 heads as given", f"wrote    {out}"):
+        assert line in printed
+    with pytest.raises(ValueError, match="exists and differs"):
+        import_weights(Import(file, out))
+    import_weights(Import(file, out, format="dino", overwrite=True))
+    assert load_backbone(out).architecture.image_size == 32
