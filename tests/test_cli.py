@@ -52,7 +52,7 @@ def test_mistakes_end_in_one_line(
     args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "cuda" in args and __import__("torch").cuda.is_available():
-        pytest.skip("this machine has a GPU")
+        pytest.skip("needs a machine without a GPU: hide yours with CUDA_VISIBLE_DEVICES=")
     args = [a.replace("OUT", str(tmp_path / "run")) for a in args]
     assert message in fails(capsys, "pretrain", *args)
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -105,7 +105,7 @@ assert os.environ[{distributed.RENDEZVOUS!r}].startswith("file:///")
     assert [(tmp_path / f"told{r}").read_text() for r in (0, 1)] == [f"{r} 2 2 {lo} {lo}" for r in (0, 1)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl: run on Linux")
 def test_processes_end_with_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"""
 def note(signum, frame):

@@ -161,7 +161,7 @@ def test_a_bomb_is_refused_by_its_header() -> None:
 
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # as the kernel writes addresses
-reads_proc = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc/net")
+reads_proc = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc/net: run on Linux")
 
 
 def listening(pid: int) -> set[str]:

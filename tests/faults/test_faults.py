@@ -22,7 +22,7 @@ def test_nothing_is_lost(inject: Callable[..., Row], folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system: run as root")
 @pytest.mark.parametrize("inject", WITH_ROOT, ids=lambda f: f.__name__)
 def test_nothing_is_lost_on_a_small_or_read_only_disk(inject: Callable[..., Row], folder: Path) -> None:
     inject(folder)

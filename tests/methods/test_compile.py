@@ -71,7 +71,7 @@ def test_a_compiled_method_computes_the_same(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler: install g++")
 def test_a_compiled_run(tmp_path: Path) -> None:
     from patchmix.run import pretrain
 

@@ -55,7 +55,7 @@ def test_the_command_line_takes_them(
     main(["show", "similarity", "run", "--data", "photos", "--query", image, "--out", "similarity.png"])
     main(["show", "neighbours", "run", "--data", "photos", "--query", image, "0", "--k", "3", "--out", "near.png"])
     for name in ("attention.png", "similarity.png", "near.png"):
-        assert (folder / name).stat().st_size > 1000
+        assert cv2.imread(name).std() > 5  # not blank
     shutil.rmtree("cache", ignore_errors=True)
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:

@@ -72,7 +72,7 @@ def test_the_command_measures_a_model(method: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler: install g++")
 def test_the_time_of_compiling_is_reported_apart(capsys: pytest.CaptureFixture[str]) -> None:
     settings = [part for s in SMALL for part in ("--set", s)]
     common = ["bench", "--data", "shapes:32", "--recipe", "demo", "--batch-size", "8", "--workers", "0"]

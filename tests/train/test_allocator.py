@@ -22,8 +22,9 @@ lines = open("/proc/self/smaps_rollup").read().splitlines()
 huge = next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
 print("goes on", os.getpid(), sys.argv[1:], huge)
 """
-asked_only = pytest.mark.skipif(
-    page_policy() != "madvise" or not can_ask_for_huge_pages(), reason="this system does not give huge pages on request"
+on_request = pytest.mark.skipif(
+    page_policy() != "madvise" or not can_ask_for_huge_pages(),
+    reason="needs huge pages on request: glibc 2.35, and madvise in /sys/kernel/mm/transparent_hugepage/enabled",
 )
 
 HOLDS = """
@@ -47,7 +48,7 @@ def run(**environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@asked_only
+@on_request
 def test_a_command_begins_anew_once_with_its_arguments_and_gets_huge_pages() -> None:
     first, again, last = run()
     assert first == again and first.startswith("begins")  # the same process
@@ -56,14 +57,14 @@ def test_a_command_begins_anew_once_with_its_arguments_and_gets_huge_pages() -> 
     assert int(last.split()[-1]) >= 32 << 10  # kB, of the 64 MB
 
 
-@pytest.mark.skipif(not can_ask_for_huge_pages(), reason="another C library")
+@pytest.mark.skipif(not can_ask_for_huge_pages(), reason="needs glibc 2.35 or newer: run on a Linux that has it")
 @pytest.mark.parametrize(("rule", "low", "high"), [("kept", 100 << 20, 1 << 40), ("returned", -(1 << 40), 16 << 20)])
 def test_freed_memory_is_kept_or_returned(rule: str, low: int, high: int) -> None:
     done = subprocess.run([sys.executable, "-c", HOLDS, rule], capture_output=True, text=True, check=True)
     assert low < int(done.stdout) < high
 
 
-@asked_only
+@on_request
 def test_what_the_user_has_set_stays() -> None:
     first, last = run(**{TUNABLES: f"{HUGE_PAGES}=0"})
     assert first.startswith("begins") and last.endswith(" 0")

@@ -91,7 +91,7 @@ def encoder_file() -> Backbone:
 def coco_mini(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     archive = shared / "data" / "coco-mini.tar"
     if not archive.is_file():
-        pytest.skip("no coco-mini.tar among the shared data")
+        pytest.skip(f"needs real images: put coco-mini.tar into {archive.parent}")
     root = tmp_path_factory.mktemp("coco-mini")
     with tarfile.open(archive) as tar:
         tar.extractall(root, filter="data")
