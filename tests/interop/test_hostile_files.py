@@ -125,9 +125,7 @@ def test_our_file_with_impossible_sizes(change: dict[str, object], backbone, tmp
     refusal(path, load_backbone)
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"model": 3}, {"model": {"name": "vit_tiny_patch4_16", "dim": "x"}}], ids=str
-)
+@pytest.mark.parametrize("config", [{}, {"model": 3}, {"model": {"name": "vit_tiny_patch4_16", "dim": "x"}}], ids=str)
 def test_our_checkpoint_with_another_configuration(config: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "step-1.pt"
     torch.save({"method": {"encoder.norm.weight": torch.ones(3), "encoder.x": "no tensor"}, "config": config}, path)

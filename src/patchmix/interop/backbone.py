@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import timm
 import torch
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from timm.layers.pos_embed import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.nn import functional as F
@@ -138,20 +135,6 @@ class Backbone:
                 vectors = encoder.forward_features(x)[:, encoder.num_prefix_tokens :].mean(dim=1)
             features.append(vectors.float().cpu())
         return torch.cat(features)
-
-    def resized(self, image_size: int) -> Backbone:
-        """The same encoder for another image size: the position embedding is interpolated."""
-        shape = self.architecture
-        if image_size < 1 or image_size % shape.patch_size:
-            raise ValueError(f"image size {image_size} is not a multiple of the patch size {shape.patch_size}")
-        side, patches = image_size // shape.patch_size, (shape.image_size // shape.patch_size) ** 2
-        extra = self.weights["pos_embed"].shape[1] - patches  # class token and registers have no place in the image
-        positions = resample_abs_pos_embed(self.weights["pos_embed"], [side, side], num_prefix_tokens=extra)
-        name = re.sub(rf"_{shape.image_size}$", f"_{image_size}", shape.name)
-        if not re.match("vit_(tiny|small|base)_patch", name) and not timm.is_model(name):
-            name = shape.name
-        resized = dataclasses.replace(shape, name=name, image_size=image_size)
-        return dataclasses.replace(self, architecture=resized, weights=self.weights | {"pos_embed": positions})
 
     def digest(self) -> str:
         """SHA-256 over names and values: equal weights have equal digests, wherever they are stored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import pickle
@@ -16,6 +17,7 @@ import numpy as np
 import timm
 import torch
 from safetensors import SafetensorError, safe_open
+from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor
 
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
@@ -92,8 +94,6 @@ def import_checkpoint(
             raise ValueError(f"{path} was written by patchmix and needs no import: every command takes it as it is")
     if format is not None and format not in LAYOUTS:
         raise ValueError(f"format {format!r} is unknown; it must be one of {', '.join(LAYOUTS)}")
-    if encoder not in (None, "base", "momentum"):
-        raise ValueError(f"encoder {encoder!r} is unknown; it must be base or momentum")
     tensors, others = tensors_of(entries)
     notes: list[str] = []
     try:
@@ -105,17 +105,17 @@ def import_checkpoint(
         config = _timm_config(path.parent / "config.json") if format == "timm" else {}
         architecture = _architecture(format, weights, heads, config, notes)
         architecture.check(weights, f"this is no plain ViT of dim {architecture.dim}")
+        if image_size is not None and image_size != architecture.image_size:
+            notes.append(f"pos_embed was interpolated from {architecture.image_size} to {image_size} px")
+            architecture = _resize(weights, architecture, image_size)
         if format == "timm" and not config:
             notes.append("the file does not say how its input is normalized; ImageNet's mean and std are assumed")
         origin = {"format": format, "file": path.name, "encoder": which}
         origin |= {key: entries[key] for key in ("arch", "epoch") if isinstance(entries.get(key), str | int)}
         mean, std = tuple(config.get("mean") or IMAGENET_MEAN), tuple(config.get("std") or IMAGENET_STD)
-        backbone = Backbone(architecture, weights, mean=mean, std=std, origin=origin)
-        if image_size is not None and image_size != architecture.image_size:
-            backbone = backbone.resized(image_size)
-            notes.append(f"pos_embed was interpolated from {architecture.image_size} to {image_size} px")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    backbone = Backbone(architecture, weights, mean=mean, std=std, origin=origin)
     return Imported(backbone, format, list(names.values()), dropped, notes)
 
 
@@ -241,6 +241,16 @@ def _architecture(
         raise ValueError(f"heads is {heads}; it must divide the encoder's dim {dim}")
     pixels = patch * math.isqrt(weights["pos_embed"].shape[1] - 1)
     return Architecture(_timm_name(dim, depth, patch, pixels), pixels, patch, in_chans, dim, depth, heads)
+
+
+def _resize(weights: dict[str, Tensor], shape: Architecture, image_size: int) -> Architecture:
+    """Interpolates the position embedding in `weights`; the architecture for it."""
+    if image_size < 1 or image_size % shape.patch_size:
+        raise ValueError(f"image size {image_size} is not a multiple of the patch size {shape.patch_size}")
+    side = image_size // shape.patch_size
+    weights["pos_embed"] = resample_abs_pos_embed(weights["pos_embed"], [side, side])
+    name = _timm_name(shape.dim, shape.depth, shape.patch_size, image_size)
+    return dataclasses.replace(shape, name=name, image_size=image_size)
 
 
 def _timm_name(dim: int, depth: int, patch: int, pixels: int) -> str:

@@ -20,25 +20,20 @@ from patchmix.interop.layouts import Which
 from patchmix.nn.vit import create_encoder
 
 
-def load_backbone(
-    source: str | Path,
-    *,
-    encoder: Which | None = None,
-    format: str | None = None,
-    heads: int | None = None,
-    image_size: int | None = None,
-) -> Backbone:
+def load_backbone(source: str | Path, *, encoder: Which | None = None, heads: int | None = None) -> Backbone:
     """The encoder that `source` names.
 
     source: a run's folder (its encoder.safetensors; while the run goes on, or for encoder="momentum", its newest
         checkpoint), a folder or file made by import or export, a checkpoint of another project (imported on the fly,
-        see `import_checkpoint` for the other arguments), or `timm:NAME`. A timm name with a tag, such as
+        see `import_checkpoint`, also for `encoder` and `heads`), or `timm:NAME`. A timm name with a tag, such as
         `timm:vit_small_patch16_224.dino`, means pretrained weights from the local cache: nothing is downloaded.
         Without a tag the weights are random, the same ones each time, and `Backbone.name` says so.
     """
+    if encoder not in (None, "base", "momentum"):
+        raise ValueError(f"encoder {encoder!r} is unknown; it must be base or momentum")
     if str(source).startswith("timm:"):
-        if encoder or format or heads or image_size:
-            raise ValueError(f"{source} takes no encoder, format, heads or image size; its name says all")
+        if encoder or heads:
+            raise ValueError(f"{source} takes no encoder and no heads; the name is enough")
         return _timm_model(str(source).removeprefix("timm:"))
     path = Path(source)
     if not path.exists():
@@ -52,15 +47,13 @@ def load_backbone(
     else:
         name, unfinished = _name_of(path.absolute()), False
     entries, metadata = read_entries(path)
-    if format is None and is_own(entries, metadata):
+    if is_own(entries, metadata):
         try:
-            backbone = _own(entries, metadata, encoder, heads, image_size)
+            backbone = _own(entries, metadata, encoder, heads)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
     else:
-        backbone = import_checkpoint(
-            path, entries=entries, format=format, encoder=encoder, heads=heads, image_size=image_size
-        ).backbone
+        backbone = import_checkpoint(path, entries=entries, encoder=encoder, heads=heads).backbone
     if encoder == "momentum":
         name += " (momentum)"
     if unfinished:
@@ -80,9 +73,7 @@ def _name_of(file: Path) -> str:
 def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:
     """The file of a run or of an export that holds the encoder, and whether it is of an unfinished run."""
     finished = folder / "encoder.safetensors"
-    checkpoints = sorted((folder / "checkpoints").glob("step-*.pt")) or [
-        path for path in [folder / "checkpoints" / "last"] if path.is_file()
-    ]
+    checkpoints = sorted(folder.glob("checkpoints/step-*.pt")) or list(folder.glob("checkpoints/last"))
     if encoder == "momentum" and checkpoints:  # encoder.safetensors holds the base encoder only
         return checkpoints[-1], not finished.is_file()
     if finished.is_file():
@@ -103,16 +94,8 @@ def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:
 # -------------------------------------------------------------------------------------------------------- our own files
 
 
-def _own(
-    entries: dict[str, Any],
-    metadata: Mapping[str, str],
-    encoder: Which | None,
-    heads: int | None,
-    image_size: int | None,
-) -> Backbone:
+def _own(entries: dict[str, Any], metadata: Mapping[str, str], encoder: Which | None, heads: int | None) -> Backbone:
     """From encoder.safetensors or from a run's checkpoint."""
-    if encoder not in (None, "base", "momentum"):
-        raise ValueError(f"encoder {encoder!r} is unknown; it must be base or momentum")
     if "patchmix" in metadata:
         backbone = Backbone.from_metadata(metadata["patchmix"], entries)
         kept = backbone.origin.get("encoder", "base")
@@ -123,9 +106,7 @@ def _own(
     check_finite(backbone.weights)
     if heads not in (None, backbone.architecture.heads):
         raise ValueError(f"its encoder has {backbone.architecture.heads} heads; leave heads={heads} out")
-    if image_size is None or image_size == backbone.architecture.image_size:
-        return backbone
-    return backbone.resized(image_size)
+    return backbone
 
 
 def _from_run_checkpoint(entries: Mapping[str, Any], encoder: Which) -> Backbone:
