@@ -15,7 +15,7 @@ from benchmarks.products import Products
 from patchmix import build
 from patchmix.config import Config
 from patchmix.nn.vit import HEADS
-from patchmix.run import configure
+from patchmix.recipes import start
 from patchmix.study.bench import Gemm, Phases, RepeatedStep, peak_bytes, resident_bytes
 from patchmix.study.flops import count_flops, sizes_of
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
@@ -41,8 +41,7 @@ def _say(answer: Answer) -> None:
 
 
 def recipe(what: dict[str, Any]) -> Config:
-    settings = tuple(what.get("settings", ()))
-    return configure("shapes", recipe="paper", model=what["model"], batch_size=what["batch"], settings=settings)
+    return start(model=what["model"]).replace(batch_size=what["batch"], **what.get("settings", {}))
 
 
 def random_views(size: int, batch: int) -> list[torch.Tensor]:

@@ -11,18 +11,18 @@ import torch.multiprocessing as multiprocessing
 from benchmarks.children import ROOT
 from benchmarks.result import Result
 from patchmix import build
-from patchmix.run import configure
+from patchmix.recipes import start
 from patchmix.study.bench import RepeatedStep, Spread
 from patchmix.train.allocator import keep_freed_memory
 
 CIFAR = ROOT.parent / "shared" / "data" / "cifar10"
-MODEL = ("model.dim=128", "model.depth=4", "model.heads=4")
+MODEL = {"dim": 128, "depth": 4, "heads": 4}
 
 
 def run(quick: bool = False) -> list[Result]:
     keep_freed_memory()
     data: str | Path = CIFAR if CIFAR.is_dir() else "shapes"
-    config = configure(data, recipe="paper", model="vit_tiny_patch8_32", batch_size=64, workers=1, settings=list(MODEL))
+    config = start(data=str(data), model="vit_tiny_patch8_32").replace(batch_size=64, workers=1, **MODEL)
     source = build.build_source(config)
     method = build.build_method(config).train()
     prepare = build.build_prepare(config.views, config.model.in_chans)

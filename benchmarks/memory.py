@@ -17,7 +17,7 @@ MODEL, BATCH, STEPS = "vit_tiny_patch2_32", 64, 2
 
 def run(quick: bool = False) -> list[Result]:
     ours, plain = peak(kind="ours"), peak(kind="plain")
-    less = peak(kind="ours", allocator="returned", settings=["runtime.recompute=true"])
+    less = peak(kind="ours", allocator="returned", settings={"recompute": True})
     results = [
         Result("memory T/2: ours ÷ plain", Spread.of([ours / plain]), at_most=0.6),
         Result("memory T/2: ours, recomputing ÷ plain", Spread.of([less / plain]), at_most=0.25),

@@ -17,8 +17,8 @@ from patchmix.train.log import read_metrics
 
 MODEL = [
     *("--recipe", "paper", "--model", "vit_tiny_patch8_32", "--batch-size", "128", "--workers", "0"),
-    *("--set", "runtime.monitor_bank=64", "--set", "runtime.monitor_queries=32", "--set", "runtime.log_every=5"),
-    *("--set", "runtime.checkpoint_epochs=1000", "--set", "runtime.checkpoint_minutes=1000"),
+    *("--monitor-bank", "64", "--monitor-queries", "32", "--log-every", "5"),
+    *("--checkpoint-epochs", "1000", "--checkpoint-minutes", "1000"),
 ]
 
 
@@ -27,7 +27,7 @@ def images_per_second(processes: int, threads: int, epochs: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "patchmix", "pretrain", "shapes:2560", "--out", str(out), *MODEL]
-        command += ["--epochs", str(epochs), "--devices", str(processes), "--set", "optim.warmup_epochs=0"]
+        command += ["--epochs", str(epochs), "--devices", str(processes), "--warmup-epochs", "0"]
         subprocess.run(
             command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": str(threads)}
         )

@@ -41,7 +41,7 @@ def first_step() -> float:
         command = [sys.executable, "-m", "patchmix", "pretrain", "shapes", "--recipe", "demo", "--out", str(run)]
         began = time.perf_counter()
         process = subprocess.Popen(
-            [*command, "--set", "runtime.log_every=1"], cwd=ROOT, stdout=subprocess.DEVNULL, env=dict(os.environ)
+            [*command, "--log-every", "1"], cwd=ROOT, stdout=subprocess.DEVNULL, env=dict(os.environ)
         )
         try:
             while process.poll() is None and not _has_step(metrics):

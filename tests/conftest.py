@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,18 @@ torch.set_num_threads(1)  # sums then have one order, and small products are qui
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 GOLDEN = Path(__file__).parent / "assets" / "golden"
-SMALL_RUN = [
-    *("model.dim=24", "model.depth=2", "method.head_hidden=16", "method.head_out=8", "method.num_mix=2"),
-    *("runtime.monitor_bank=32", "runtime.monitor_queries=16", "runtime.log_every=1", "runtime.monitor_every=1"),
-    "views.mean=[0.4, 0.5, 0.6]",  # not ImageNet's, so that a reader that ignores the run's own mean is noticed
-]
+SMALL_RUN: dict[str, Any] = {
+    "dim": 24,
+    "depth": 2,
+    "head_hidden": 16,
+    "head_out": 8,
+    "num_mix": 2,
+    "monitor_bank": 32,
+    "monitor_queries": 16,
+    "log_every": 1,
+    "monitor_every": 1,
+    "mean": (0.4, 0.5, 0.6),  # not ImageNet's, so that a reader that ignores the run's own mean is noticed
+}
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +45,7 @@ def golden_folder() -> Path:
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run `tiny`: two epochs of two steps on generated images. For reading; `own_run` is a copy to write to."""
-    from patchmix.run import pretrain
+    from patchmix import pretrain
 
     out = tmp_path_factory.mktemp("runs") / "tiny"
     pretrain(
@@ -49,7 +57,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         batch_size=32,
         workers=0,
         device="cpu",
-        settings=SMALL_RUN,
+        **SMALL_RUN,
     )
     return out
 

@@ -14,22 +14,34 @@ import pytest
 from rich.console import Console
 from torch import Tensor
 
+import patchmix
 from patchmix import build
-from patchmix.ablate import ablate, check_options, row_config
-from patchmix.cli import main
+from patchmix.ablate import ablate, row_configs
+from patchmix.cli import from_keywords, main
 from patchmix.config import Config
 from patchmix.evaluate.results import read_results
+from patchmix.methods.options import METHOD_OPTIONS, DINOOptions, PatchMixOptions, SimCLROptions
 from patchmix.methods.simclr import SimCLR
-from patchmix.run import pretrain
+from patchmix.settings import Ablate
 from patchmix.study.ablation_rows import rows_of
 from patchmix.study.ablation_table import Ablated
 from patchmix.train.watch import Interrupted, NonFiniteLoss
 
-SETTINGS = [
-    *("model.dim=24", "model.depth=1", "model.heads=2", "runtime.monitor_every=0", "runtime.log_every=1"),
-    *("method.head_hidden=16", "method.head_out=8", "runtime.checkpoint_epochs=0.5"),
-]
-ARGUMENTS: dict[str, Any] = {"recipe": "demo", "epochs": 2, "batch_size": 16, "workers": 0, "device": "cpu"}
+SETTINGS: dict[str, Any] = {
+    "recipe": "demo",
+    "epochs": 2,
+    "batch_size": 16,
+    "workers": 0,
+    "device": "cpu",
+    "dim": 24,
+    "depth": 1,
+    "heads": 2,
+    "monitor_every": 0,
+    "log_every": 1,
+    "head_hidden": 16,
+    "head_out": 8,
+    "checkpoint_epochs": 0.5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +63,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(ablation: str, data: Path, out: Path, rows: Sequence[str], **changed: Any) -> Ablated:
-    given = {**ARGUMENTS, "settings": SETTINGS, "console": Console(quiet=True), **changed}
-    return ablate(ablation, data, out, rows=rows, **given)
+    settings = from_keywords(Ablate, ablation, data, out, rows=rows, **{**SETTINGS, **changed})
+    return ablate(settings, console=Console(quiet=True))
 
 
-def configs(ablation: str, *settings: str, **arguments: Any) -> dict[str, Config]:
-    rows = rows_of(ablation, build.METHODS)
-    given: dict[str, Any] = dict.fromkeys(("config", "model", "epochs", "budget", "batch_size", "workers", "device"))
-    given |= {"recipe": "paper", "model": "vit_small_patch2_32", **arguments}
-    check_options(rows, "shapes", given, settings)
-    return {row.name: row_config(row, "shapes", given, settings, seed=5) for row in rows}
+def configs(ablation: str, **settings: Any) -> dict[str, Config]:
+    given = {"model": "vit_small_patch2_32", **settings}
+    return row_configs(from_keywords(Ablate, ablation, "shapes", "out", **given), rows_of(ablation, METHOD_OPTIONS))
 
 
 # --------------------------------------------------------------------------------------------------- configuration
@@ -68,16 +77,14 @@ def configs(ablation: str, *settings: str, **arguments: Any) -> dict[str, Config
 
 def test_rows_differ_in_what_is_studied_only() -> None:
     mixes = {name: config.method.options for name, config in configs("mix").items()}
-    common = {"temperature": 0.2}
-    assert mixes["patchmix"] == {"mix": "patchmix", "num_mix": 3, **common}
-    assert mixes["cutmix+mixup"] == {"mix": "cutmix+mixup", "num_mix": 3, **common}
-    assert mixes["baseline"] == {"mix": "patchmix", "num_mix": 1, **common}
-    assert [c.method.options["num_mix"] for c in configs("num-mix").values()] == [1, 2, 3, 4]
-    assert all(config.train.seed == 5 for config in configs("num-mix").values())
+    assert mixes["patchmix"] == PatchMixOptions(mix="patchmix", num_mix=3)
+    assert mixes["cutmix+mixup"] == PatchMixOptions(mix="cutmix+mixup", num_mix=3)
+    assert mixes["baseline"] == PatchMixOptions(mix="patchmix", num_mix=1)
+    assert [c.method.options.num_mix for c in configs("num-mix").values()] == [1, 2, 3, 4]
 
 
 def test_terms_keep_the_recipes_weights() -> None:
-    printed = {name: list(c.method.options["weights"]) for name, c in configs("terms").items()}
+    printed = {name: list(c.method.options.weights) for name, c in configs("terms").items()}
     assert printed == {
         "oto": [1, 0, 0],
         "mto": [0, 1, 0],
@@ -86,11 +93,11 @@ def test_terms_keep_the_recipes_weights() -> None:
         "oto+mto+mtm": [1, 1, 1],
     }
     official = configs("terms", recipe="official")
-    assert list(official["oto+mto"].method.options["weights"]) == [1, 0.5, 0]
-    given = configs("terms", "method.weights=[3, 2, 1]")
-    assert list(given["oto+mto+mtm"].method.options["weights"]) == [3, 2, 1]
+    assert list(official["oto+mto"].method.options.weights) == [1, 0.5, 0]
+    given = configs("terms", weights=(3, 2, 1))
+    assert list(given["oto+mto+mtm"].method.options.weights) == [3, 2, 1]
     with pytest.raises(ValueError, match="method simclr has no terms"):
-        configs("terms", "method.name=simclr")
+        configs("terms", method="simclr")
 
 
 def test_lengths_are_shares_of_epochs_or_of_the_budget(tmp_path: Path) -> None:
@@ -102,28 +109,34 @@ def test_lengths_are_shares_of_epochs_or_of_the_budget(tmp_path: Path) -> None:
         "full": (1600, 100),
     }
     by_time = configs("epochs", budget="40min")
-    assert [c.train.budget_minutes for c in by_time.values()] == [5, 10, 20, 40]
+    assert [c.budget_minutes for c in by_time.values()] == [5, 10, 20, 40]
     assert {c.train.epochs for c in by_time.values()} == {800}
     from patchmix.config import to_yaml
 
     (tmp_path / "config.yaml").write_text(to_yaml(by_epochs["full"]))
-    again = configs("epochs", config=tmp_path, model=None)
+    again = configs("epochs", config=tmp_path)
     assert [(c.train.epochs, c.optim.warmup_epochs) for c in again.values()][1:] == [(400, 25), (800, 50), (1600, 100)]
 
 
 def test_methods_have_their_own_options() -> None:
-    found = configs("method", "method.num_mix=2", "method.head_out=32", "method.momentum=0.9", "dino:optim.clip_grad=3")
+    found = configs("method", num_mix=2, head_out=32, momentum=0.9, row_settings=["dino:clip_grad=3"])
     assert list(found) == list(build.METHODS)
-    assert found["patchmix"].method.options == {"num_mix": 2, "temperature": 0.2, "head_out": 32, "momentum": 0.9}
-    assert found["dino"].method.options == {"head_out": 32, "momentum": 0.9}  # not PatchMix's temperature
-    assert found["simclr"].method.options == {"head_out": 32}
+    assert found["patchmix"].method.options == PatchMixOptions(num_mix=2, head_out=32, momentum=0.9)
+    assert found["dino"].method.options == DINOOptions(head_out=32, momentum=0.9)
+    assert found["simclr"].method.options == SimCLROptions(head_out=32)
     assert {name: c.optim.clip_grad for name, c in found.items() if c.optim.clip_grad} == {"dino": 3}
-    with pytest.raises(ValueError, match="unknown option of any method here: 'num_mixes'; did you mean 'num_mix'"):
-        configs("method", "method.num_mixes=2")
-    with pytest.raises(ValueError, match="unknown option of method dino: 'num_mix'"):
-        configs("method", "dino:method.num_mix=2")
+    with pytest.raises(ValueError, match="unknown setting 'num_mixes'; did you mean 'num_mix'"):
+        configs("method", num_mixes=2)
+    with pytest.raises(ValueError, match="unknown setting 'num_mix'"):
+        configs("method", row_settings=["dino:num_mix=2"])
     with pytest.raises(ValueError, match=r"method\.momentum is 'high'"):
-        configs("method", "method.momentum=high")
+        configs("method", momentum="high")
+    with pytest.raises(ValueError, match="unknown row 'dinno'; did you mean 'dino'"):
+        configs("method", row_settings=["dinno:clip_grad=2"])
+    with pytest.raises(ValueError, match="is not ROW:KEY=VALUE"):
+        configs("method", row_settings=["clip_grad=2"])
+    with pytest.raises(ValueError, match="what the ablation varies"):
+        configs("method", row_settings=["dino:seed=2"])
 
 
 # -------------------------------------------------------------------------------------------------------- real runs
@@ -163,9 +176,8 @@ def test_two_rows_with_two_seeds_and_the_same_call_again(images: Path, tmp_path:
 def test_runs_of_plain_pretrain_are_adopted_and_others_refused(images: Path, tmp_path: Path) -> None:
     """A plain run says nothing of the mix, which is PatchMix then, as the row spells out."""
     out = tmp_path / "a"
-    plain = {**ARGUMENTS, "settings": SETTINGS, "seed": 0}
-    pretrain(images, out / "patchmix-seed0", **plain)
-    pretrain(images, out / "mixup-seed0", mix="mixup", **plain)
+    patchmix.pretrain(images, out / "patchmix-seed0", **SETTINGS)
+    patchmix.pretrain(images, out / "mixup-seed0", mix="mixup", **SETTINGS)
     (out / "mixup-seed0" / "encoder.safetensors").unlink()  # as if it had been stopped at its last checkpoint
     before = stamps(out)
     table = run("mix", images, out, ["patchmix", "mixup"])
@@ -174,7 +186,7 @@ def test_runs_of_plain_pretrain_are_adopted_and_others_refused(images: Path, tmp
     assert [r.images_seen for r in table.runs] == [64, 64]
 
     with pytest.raises(ValueError, match=r"patchmix-seed0 holds .* \(optim.base_lr: 0.004 → 0.001\); choose another"):
-        run("mix", images, out, ["cutmix", "patchmix"], settings=[*SETTINGS, "optim.base_lr=1e-3"])
+        run("mix", images, out, ["cutmix", "patchmix"], base_lr=1e-3)
     assert not (out / "cutmix-seed0").exists()  # found before anything was trained
     with pytest.raises(ValueError, match="other images"):
         run("mix", images / "val", out, ["patchmix"])
@@ -210,7 +222,7 @@ def test_a_failed_row_does_not_stop_the_others(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(build.METHODS, "broken", Broken)
-    monkeypatch.setitem(build.METHOD_OPTIONS, "broken", build.METHOD_OPTIONS["simclr"])
+    monkeypatch.setitem(METHOD_OPTIONS, "broken", SimCLROptions)
     out = tmp_path / "a"
     with pytest.raises(NonFiniteLoss, match=r"1 of 2 runs failed: broken-seed0; the first: step 0: loss is nan"):
         run("method", images, out, ["broken", "simclr"])
@@ -218,10 +230,10 @@ def test_a_failed_row_does_not_stop_the_others(
     assert "broken, seed 0, failed: step 0: loss is nan" in page
     assert "| simclr | 1 of 1 |" in page and "| broken | 0 of 1, 1 failed |" in page
 
-    options = [part for setting in SETTINGS for part in ("--set", setting)]
-    words = ["ablate", "method", str(images), "--out", str(out), "--rows", "simclr", "broken", "--recipe", "demo"]
+    options = [part for key, value in SETTINGS.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    words = ["ablate", "method", str(images), "--out", str(out), "--rows", "simclr", "broken"]
     with pytest.raises(SystemExit) as stop:
-        main([*words, "--epochs", "2", "--batch-size", "16", "--workers", "0", "--device", "cpu", *options])
+        main([*words, *options])
     assert stop.value.code == 3
     shown = capsys.readouterr()
     assert "row 1 of 2: simclr, seed 0" in shown.out and "simclr-seed0 is trained" in shown.out.replace("\n", "")
@@ -236,10 +248,10 @@ def test_without_labels(images: Path, tmp_path: Path) -> None:
     table = run("num-mix", flat, tmp_path / "a", ["m2"])
     assert table.judged_on is None and table.runs[0].results == {}
     assert "Nothing has labels" in (tmp_path / "a" / "ablation.md").read_text()
-    judged = run("num-mix", flat, tmp_path / "a", ["m2"], test_data=images)
+    judged = run("num-mix", flat, tmp_path / "a", ["m2"], test_data=str(images))
     assert judged.judged_on == str(images) and set(judged.runs[0].results) == {"knn", "linear-fast"}
     with pytest.raises(ValueError, match="has no labels"):
-        run("num-mix", flat, tmp_path / "a", ["m2"], test_data=flat)
+        run("num-mix", flat, tmp_path / "a", ["m2"], test_data=str(flat))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +260,7 @@ def test_without_labels(images: Path, tmp_path: Path) -> None:
         ({"seeds": [0, 0]}, "each of them once"),
         ({"seeds": []}, "at least one"),
         ({"budget": "1min"}, "give one of them"),
-        ({"settings": ["method.num_mix=2"]}, "is what ablation 'num-mix' decides"),
+        ({"num_mix": 2}, "is what ablation 'num-mix' varies"),
         ({"rows": ["m9"]}, "unknown row 'm9'"),
     ],
 )

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "patchmix"
 
 # What each room may import of the others. A dotted name is a single module of a room.
 MAY_IMPORT: dict[str, set[str]] = {
-    "settings": set(),
+    "settings": {"config"},
     "files": set(),
     "progress": set(),
     "data": {"files", "progress", "settings"},
@@ -22,9 +22,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": set(),
     "device": set(),
     "launch": set(),
-    "config": set(),
+    "config": {"methods.options"},
     "nn": {"distributed"},
-    "interop": {"files", "settings", "data", "nn", "device"},
+    "interop": {"files", "data", "nn", "device", "settings"},
     "methods": {"mixing", "nn", "losses", "schedules", "distributed"},
     "train": {"files", "progress", "methods.method", "schedules", "distributed", "device"},
     "evaluate": {
@@ -33,12 +33,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "report": {
         *("files", "progress", "data", "mixing", "nn", "losses", "interop", "train", "evaluate", "distributed"),
-        "device",
+        *("device", "settings"),
     },
-    "recipes": {"config"},
+    "recipes": {"config", "methods.options"},
     "study": {
         *("files", "config", "recipes", "data", "nn", "interop", "methods.method", "train", "evaluate", "report"),
-        *("distributed", "device", "progress", "launch", "settings"),
+        *("distributed", "device", "progress", "launch", "settings", "methods.options"),
     },
 }
 MAY_IMPORT["build"] = set(MAY_IMPORT) - {"report"}
@@ -46,8 +46,9 @@ MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["ablate"] = set(MAY_IMPORT)
 MAY_IMPORT["demo"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
+MAY_IMPORT["verbs"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli"}
-MAY_IMPORT["__init__"] = {"mixing", "interop", "run"}
+MAY_IMPORT["__init__"] = {"mixing", "interop", "run", "cli"}
 
 CONTRACT = ("patchmix.methods.method", "patchmix.methods.options")
 TORCH_ONLY = ("mixing", "losses")

@@ -25,9 +25,9 @@ def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
 
 TINY = [
     *("--recipe", "demo", "--model", "vit_tiny_patch8_32", "--workers", "0", "--batch-size", "32"),
-    *("--set", "model.dim=24", "--set", "model.depth=1"),
-    *("--set", "method.head_hidden=32", "--set", "method.head_out=16"),
-    *("--set", "runtime.monitor_bank=64", "--set", "runtime.monitor_queries=32"),
+    *("--dim", "24", "--depth", "1"),
+    *("--head-hidden", "32", "--head-out", "16"),
+    *("--monitor-bank", "64", "--monitor-queries", "32"),
 ]
 
 
@@ -38,14 +38,17 @@ TINY = [
         (["cifar1O", "--out", "OUT"], "cifar10"),
         (["shapes", "--out", "OUT", "--recipe", "papre"], "did you mean 'paper'"),
         (["shapes", "--out", "OUT", "--model", "vit_smal_patch16_224"], "did you mean vit_small_patch16_224"),
-        (["shapes", "--out", "OUT", "--set", "optim.lr=1"], "unknown key in optim: 'lr'"),
-        (["shapes", "--out", "OUT", "--set", "method.tau=1"], "unknown option of method patchmix"),
+        (["shapes", "--out", "OUT", "--lr", "1"], "unknown option 'lr'; did you mean 'base_lr'"),
+        (["shapes", "--out", "OUT", "--tau", "1"], "unknown option 'tau'"),
         (["shapes", "--out", "OUT", "--budget", "soon"], "write it as 45min"),
         (["shapes:40", "--out", "OUT", "--recipe", "demo"], "fewer than the batch size"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--resume", "OUT/none.pt"], "there is no checkpoint"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--init-from", "OUT/none"], "does not exist"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--device", "cuda"], "torch sees no GPU"),
-        (["shapes", "--out", "OUT", "--recipe", "demo", "--views", "gpu"], "must be one of cpu, device"),
+        (
+            ["shapes", "--out", "OUT", "--recipe", "demo", "--views", "gpu"],
+            "invalid choice 'gpu' for argument '--views'. Expected one of ('cpu', 'device')",
+        ),
     ],
 )
 def test_mistakes_end_in_one_line(
@@ -90,7 +93,7 @@ def test_pretrain_leaves_a_complete_run_and_its_config_runs_again(tmp_path: Path
 
     third = patchmix.pretrain(
         "shapes:64", tmp_path / "third", recipe="demo", model="vit_tiny_patch8_32", epochs=1, batch_size=32, workers=0,
-        init_from=out, settings=[t for t in TINY if "=" in t],
+        init_from=str(out), dim=24, depth=1, head_hidden=32, head_out=16, monitor_bank=64, monitor_queries=32,
     )  # fmt: skip
     assert third.encoder_path.exists()
 
@@ -98,7 +101,7 @@ def test_pretrain_leaves_a_complete_run_and_its_config_runs_again(tmp_path: Path
 def test_init_from_a_model_of_another_size(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wider = [*TINY, "--set", "model.dim=48"]
+    wider = [*TINY, "--dim", "48"]
     error = fails(capsys, "pretrain", "shapes:64", "--out", tmp_path / "b", *wider, "--init-from", trained_run)
     assert "do not fit the model" in error
 

@@ -31,10 +31,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 NAMED_SETS = {"imagenet", "cifar10", "cifar100", "shapes", "shapes:5000", "../shared/data/cifar10"}
 SMALL_RUN = [
-    *("model.image_size=32", "model.patch_size=8", "model.dim=24", "model.depth=4", "model.heads=2"),
-    *("train.batch_size=32", "views.local_crops=0", "runtime.monitor_bank=64", "runtime.monitor_queries=32"),
+    *("--image-size", "32", "--patch-size", "8", "--dim", "24", "--depth", "4", "--heads", "2"),
+    *("--batch-size", "32", "--local-crops", "0", "--monitor-bank", "64", "--monitor-queries", "32"),
 ]
-SMALL_HEADS = ["method.head_hidden=32", "method.head_out=16"]
+SMALL_HEADS = ["--head-hidden", "32", "--head-out", "16"]
 REPLACED = {"--epochs": "1", "--budget": "1s", "--batch-size": "32", "--workers": "0"}
 NOT_OURS = ("pip ", "make ", "git ", "cd ")  # set-up, which other checks cover
 
@@ -52,9 +52,8 @@ def commands(page: Path) -> list[str]:
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete small run, a folder of photos, one of labelled photos, and a foreign checkpoint."""
     folder = tmp_path_factory.mktemp("docs")
-    settings = [part for setting in (*SMALL_RUN, *SMALL_HEADS) for part in ("--set", setting)]
     run = ["pretrain", "shapes:64", "--out", str(folder / "run"), "--recipe", "demo", "--epochs", "1"]
-    main([*run, "--workers", "0", *settings])
+    main([*run, "--workers", "0", *SMALL_RUN, *SMALL_HEADS])
     source = open_source("shapes:96")
     for i in range(96):
         image = cv2.resize(source.load(i), (40, 40))[:, :, ::-1]
@@ -91,16 +90,12 @@ def shortened(words: list[str]) -> list[str]:
             small[i + 1] = REPLACED[word]
     verb = small[0]
     if verb == "pretrain":
-        method = next((w.split("=")[1] for w in small if w.startswith("method.name=")), None)
-        if "--method" in small:
-            method = small[small.index("--method") + 1]
-        settings = SMALL_RUN + (SMALL_HEADS if method in (None, "patchmix") else [])
-        small += [part for setting in settings for part in ("--set", setting)]
+        method = small[small.index("--method") + 1] if "--method" in small else "patchmix"
+        small += SMALL_RUN + (SMALL_HEADS if method == "patchmix" else [])
         small += [] if "--workers" in small else ["--workers", "0"]
         small += [] if {"--epochs", "--budget"} & set(small) else ["--epochs", "1"]
     elif verb == "ablate":
-        heads = [*SMALL_HEADS, "method.head_bottleneck=16"] if small[1] == "method" else SMALL_HEADS
-        small += [part for setting in (*SMALL_RUN, *heads) for part in ("--set", setting)]
+        small += [*SMALL_RUN, *SMALL_HEADS]
         small += [] if "--workers" in small else ["--workers", "0"]
         small += [] if {"--epochs", "--budget"} & set(small) else ["--epochs", "1"]
         if "--rows" not in small:  # one of them
@@ -110,10 +105,10 @@ def shortened(words: list[str]) -> list[str]:
         small += [] if "--workers" in small else ["--workers", "0"]
     elif verb == "detect" and not {"--eval-only", "--predict"} & set(small):
         small += ["--epochs", "1", "--batch-size", "2", "--image-size", "64", "--pictures", "1"]
-        small += ["--set", "channels=16", "--set", "head_dim=32", "--set", "window=0"]
+        small += ["--channels", "16", "--head-dim", "32", "--window", "0"]
     elif verb == "bench":
-        small += ["--data", "shapes:64", "--steps", "1", "--workers", "0"]
-        small += [part for setting in (*SMALL_RUN, *SMALL_HEADS) for part in ("--set", setting)]
+        small += ["--steps", "1", "--workers", "0"]
+        small += [*SMALL_RUN, *SMALL_HEADS]
     elif verb == "demo":
         small += ["--budget", "1s"]
     return small

@@ -206,11 +206,10 @@ def test_one_process_listens_nowhere(tmp_path: Path) -> None:
     run, coco = tmp_path / "run", tmp_path / "coco"
     write_split(coco, "train2017", 5)
     write_split(coco, "val2017", 4)
-    small = ["--batch-size", "2", "--image-size", "64"]
-    for setting in ("channels=16", "head_dim=16", "smallest_anchor=8", "rois_per_image=16"):
-        small += ["--set", setting]
+    small = ["--batch-size", "2", "--image-size", "64", "--channels", "16", "--head-dim", "16"]
+    small += ["--smallest-anchor", "8", "--rois-per-image", "16"]
     verbs = [
-        ["pretrain", "shapes:512", "--out", run, *TINY, "--set", "model.depth=4", "--workers", "1"],
+        ["pretrain", "shapes:512", "--out", run, *TINY, "--depth", "4", "--workers", "1"],
         ["knn", run, "--data", "shapes:64"],
         ["linear", run, "--data", "shapes:64", "--protocol", "fast", "--epochs", "5"],
         ["linear", run, "--data", "shapes:64", "--epochs", "1"],

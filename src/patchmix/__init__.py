@@ -1,6 +1,7 @@
 """PatchMix: self-supervised pre-training of Vision Transformers by inter-instance similarity.
 
-Everything here is imported on first use, so that `import patchmix` and `patchmix --help` are quick.
+Everything here is imported on first use, so that `import patchmix` and `patchmix --help` are quick. Every verb of the
+command line is a function of the same name, with the same settings as keywords.
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from patchmix.interop.loading import load_backbone as load
     from patchmix.mixing import Mixed, PatchMix, overlap
-    from patchmix.run import Run, pretrain
+    from patchmix.run import Run
 
 __version__ = "0.1.0"
-__all__ = ["Mixed", "PatchMix", "Run", "__version__", "load", "overlap", "pretrain"]
 
-_HOME = {
-    "Mixed": ("patchmix.mixing", "Mixed"),
-    "PatchMix": ("patchmix.mixing", "PatchMix"),
-    "overlap": ("patchmix.mixing", "overlap"),
-    "load": ("patchmix.interop.loading", "load_backbone"),
-    "Run": ("patchmix.run", "Run"),
-    "pretrain": ("patchmix.run", "pretrain"),
+_VERBS = ("ablate", "detect", "embed", "finetune", "knn", "linear", "pretrain", "report", "shards")
+_MODULES = {
+    "Mixed": "patchmix.mixing:Mixed",
+    "PatchMix": "patchmix.mixing:PatchMix",
+    "overlap": "patchmix.mixing:overlap",
+    "load": "patchmix.interop.loading:load_backbone",
+    "Run": "patchmix.run:Run",
 }
+__all__ = ["Mixed", "PatchMix", "Run", "__version__", "load", "overlap", *_VERBS]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name in _VERBS:
+        from patchmix.cli import python_function
+
+        return python_function(name)
+    if name not in _MODULES:
         raise AttributeError(f"module 'patchmix' has no attribute {name!r}")
-    module, attribute = _HOME[name]
+    module, _, attribute = _MODULES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from patchmix import distributed
-from patchmix.config import Config, ModelConfig, ViewsConfig, check_known
+from patchmix.config import Config, ModelConfig, ViewsConfig
 from patchmix.data.contract import Source
 from patchmix.data.device_views import Crops, Prepare
 from patchmix.data.loader import Loader
@@ -29,7 +25,6 @@ from patchmix.methods.dino import DINO
 from patchmix.methods.ibot import IBOT
 from patchmix.methods.method import Method
 from patchmix.methods.mocov3 import MoCoV3
-from patchmix.methods.options import METHOD_OPTIONS, RENAMED
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.methods.regioncl import RegionCL
 from patchmix.methods.sdmp import SDMP
@@ -76,15 +71,13 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
 
 def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = None) -> Method:
     """The method with its encoder, initialised from the seed (the same on every process) or from given weights."""
-    check_known(config.method.name, METHODS, "method")
-    options = method_options(config.method.name, config.method.options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         encoder = build_encoder(config.model, any_image_size=config.views.local_crops > 0)
         if encoder_weights is not None:
             _load(encoder, encoder_weights)
         encoder.set_grad_checkpointing(config.runtime.recompute)
-        return METHODS[config.method.name](encoder, options)
+        return METHODS[config.method.name](encoder, config.method.options)
 
 
 def _load(encoder: VisionTransformer, weights: dict[str, Tensor]) -> None:
@@ -93,39 +86,6 @@ def _load(encoder: VisionTransformer, weights: dict[str, Tensor]) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"the weights to start from do not fit the model: {reason[:300]}") from error
-
-
-def method_options(name: str, options: dict[str, Any]) -> Any:
-    """The options dataclass of a method, its names and values checked."""
-    options = {RENAMED.get(key, key): value for key, value in options.items()}
-    for key in options:
-        check_known(key, option_defaults(name), f"option of method {name}:")
-    try:
-        return TypeAdapter(METHOD_OPTIONS[name]).validate_json(json.dumps(options), strict=True)
-    except ValidationError as error:
-        raise ValueError(_one_line(error)) from error
-
-
-def _one_line(error: ValidationError) -> str:
-    words = {
-        "int_type": "a whole number",
-        "float_type": "a number",
-        "bool_type": "true or false",
-        "tuple_type": "a list",
-    }
-    errors = error.errors()
-    first = errors[0]
-    if not first["loc"]:
-        return first["msg"].removeprefix("Value error, ")
-    same = [each for each in errors if each["loc"][0] == first["loc"][0]]
-    rules = dict.fromkeys(words.get(each["type"], each["msg"].removeprefix("Input should be ")) for each in same)
-    return f"method.{first['loc'][0]} is {first['input']!r}; it must be {' or '.join(rules)}"
-
-
-def option_defaults(name: str) -> dict[str, Any]:
-    """The options of a method and their defaults."""
-    check_known(name, METHODS, "method")
-    return {field.name: field.default for field in dataclasses.fields(METHOD_OPTIONS[name])}
 
 
 def build_weightless(
@@ -190,14 +150,14 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
     train, optim = config.train, config.optim
     if config.runtime.compile:
         check_compiler(device)
-    by_steps = train.budget_minutes is None
-    step = 1.0 / max(1, round(train.epochs * steps_per_epoch)) if by_steps else 0.0
+    minutes = config.budget_minutes
+    step = 1.0 / max(1, round(train.epochs * steps_per_epoch)) if minutes is None else 0.0
     return Plan(
         lr=WarmupCosine(config.lr, optim.min_lr, warmup=config.warmup, step=step),
         weight_decay=Cosine(optim.weight_decay, optim.weight_decay_end),
         batch_size=train.batch_size,
         epochs=train.epochs,
-        budget_seconds=None if train.budget_minutes is None else train.budget_minutes * 60,
+        budget_seconds=None if minutes is None else minutes * 60,
         accumulate=train.accumulate,
         clip_grad=optim.clip_grad,
         autocast=autocast_dtype(device, train.precision),
@@ -262,8 +222,3 @@ def raw_pixel_knn(source: Source, queries: Source, *, bank: int, asked: int, k: 
     assert some.labels is not None and others.labels is not None
     labels, truth = torch.from_numpy(some.labels), torch.from_numpy(others.labels)
     return accuracy(knn_predict(pixels(some), labels, pixels(others), ks=[k])[k], truth)
-
-
-def option_help(name: str) -> Sequence[str]:
-    """The options of a method with their defaults, for `patchmix recipes` and error messages."""
-    return [f"{option}={default}" for option, default in option_defaults(name).items()]

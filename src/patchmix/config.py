@@ -1,125 +1,150 @@
-"""Everything that defines a run, as plain typed data that goes to and from config.yaml.
+"""The configuration of a training run: every setting once, with its type, default and help.
 
-No torch here, and no behaviour: `recipes.py` fills these in, `build.py` turns them into objects.
+Flags, `--help`, config.yaml and Python keywords all follow from these dataclasses. Settings go by flat names
+(`base_lr`, `num_mix`); the `name` of a section goes by the section's own name (`model`, `method`).
+No torch here: `recipes.py` fills a Config in, `build.py` turns it into objects.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal
 
 import yaml
+from annotated_types import Ge, Gt, Interval
+from typing_extensions import TypeVar
+from tyro.conf import Positional, Suppress, arg
+
+from patchmix.methods.options import METHOD_OPTIONS, RENAMED, PatchMixOptions
+
+Options = TypeVar("Options", default=Any)
+S = TypeVar("S")
+
+Count = Annotated[int, Ge(1)]
+Probability = Annotated[float, Interval(ge=0, le=1)]
+NonNegative = Annotated[float, Ge(0)]
+Above0 = Annotated[float, Gt(0)]
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: str = "shapes"
-    cache_gb: float = 2.0  # sets that decode to less than this are kept in memory
+    path: Annotated[Positional[str], arg(name="data", metavar="DATA")] = "shapes"
+    """A name (shapes, cifar10, cifar100, imagenet), a folder of images, parquet, or .tar shards."""
+    cache_gb: NonNegative = 2.0  # Keep data that decodes to less than this in memory.
 
 
 @dataclass(frozen=True)
 class ViewsConfig:
-    """Table "augmentation"; blur and solarize have one probability for each of T1 and T2."""
+    """Augmentation, with torchvision's parameters; pairs of probabilities are for the first and the second view."""
 
-    area: tuple[float, float] = (0.05, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float = 0.5
-    jitter: float = 0.8
-    brightness: float = 0.4
-    contrast: float = 0.4
-    saturation: float = 0.2
-    hue: float = 0.1
-    gray: float = 0.2
-    blur: tuple[float, float] = (1.0, 0.1)
-    sigma: tuple[float, float] = (0.1, 2.0)
-    solarize: tuple[float, float] = (0.0, 0.2)
-    local_crops: int = 0
-    local_size: int = 96
-    local_area: tuple[float, float] = (0.05, 0.35)
-    local_blur: float = 0.5
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    area: tuple[float, float] = (0.05, 1.0)  # Share of the image that a crop covers.
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # Aspect ratio of a crop.
+    flip: Probability = 0.5  # Probability of a horizontal flip.
+    jitter: Probability = 0.8  # Probability of color jitter.
+    brightness: Probability = 0.4  # Largest change of brightness.
+    contrast: Probability = 0.4  # Largest change of contrast.
+    saturation: Probability = 0.2  # Largest change of saturation.
+    hue: Annotated[float, Interval(ge=0, le=0.5)] = 0.1  # Largest change of hue.
+    gray: Probability = 0.2  # Probability of grayscale.
+    blur: tuple[Probability, Probability] = (1.0, 0.1)  # Probability of Gaussian blur.
+    sigma: tuple[float, float] = (0.1, 2.0)  # Range of the blur's standard deviation.
+    solarize: tuple[Probability, Probability] = (0.0, 0.2)  # Probability of solarization.
+    local_crops: Annotated[int, Ge(0)] = 0  # Number of small crops (multi-crop).
+    local_size: Count = 96  # Side of the small crops in pixels.
+    local_area: tuple[float, float] = (0.05, 0.35)  # Share of the image that a small crop covers.
+    local_blur: Probability = 0.5  # Probability of blur of the small crops.
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)  # Mean per channel, subtracted from the pixels.
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)  # Standard deviation per channel.
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """None means: as the name says."""
+    """The encoder; None means: as the name says."""
 
-    name: str = "vit_small_patch16_224"
-    image_size: int | None = None
-    patch_size: int | None = None
-    in_chans: int = 3
-    dim: int | None = None
-    depth: int | None = None
-    heads: int | None = None
-    drop_path: float = 0.1
-    initialization: Literal["mocov3", "timm"] = "mocov3"
-    freeze_patch_embed: bool = False
-    freeze_pos_embed: bool = False
+    name: Annotated[str, arg(name="model")] = "vit_small_patch16_224"
+    """vit_{tiny,small,base}_patchP_S for any patch size P and image size S, or any timm ViT."""
+    image_size: Count | None = None  # Side of the input in pixels.
+    patch_size: Count | None = None  # Side of a patch in pixels.
+    in_chans: Literal[1, 3] = 3  # 1 for grayscale, 3 for RGB.
+    dim: Count | None = None  # Width of the tokens.
+    depth: Count | None = None  # Number of blocks.
+    heads: Count | None = None  # Number of attention heads.
+    drop_path: Annotated[float, Interval(ge=0, lt=1)] = 0.1  # Stochastic depth of the base encoder.
+    initialization: Literal["mocov3", "timm"] = "mocov3"  # Initialization of the weights.
+    freeze_patch_embed: bool = False  # Keep the random patch embedding.
+    freeze_pos_embed: bool = False  # Keep the initial position embedding.
 
 
 @dataclass(frozen=True)
-class MethodConfig:
-    """`options` are keyword arguments of the method's class; build.py checks their names and types."""
+class MethodConfig(Generic[Options]):
+    """The method and its options."""
 
-    name: str = "patchmix"
-    options: dict[str, Any] = field(default_factory=dict)
+    name: Annotated[str, arg(name="method")] = "patchmix"
+    """patchmix, mocov3, simclr, byol, swav, dino, ibot, sdmp or regioncl."""
+    options: Annotated[Options, arg(name="")] = field(default_factory=PatchMixOptions)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    base_lr: float = 5e-4  # for a global batch of 256; the learning rate grows in proportion
-    min_lr: float = 0.0
-    warmup_epochs: float = 10.0
-    weight_decay: float = 0.04
-    weight_decay_end: float = 0.4
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    clip_grad: float = 0.0  # 0: gradients are not clipped
+    """AdamW; learning rate with linear warm-up and cosine decay."""
+
+    base_lr: Above0 = 5e-4  # Learning rate for a batch of 256; it grows in proportion to the batch.
+    min_lr: NonNegative = 0.0  # Learning rate at the end.
+    warmup_epochs: NonNegative = 10.0  # Length of the warm-up.
+    weight_decay: NonNegative = 0.04  # Weight decay at the start.
+    weight_decay_end: NonNegative = 0.4  # Weight decay at the end; cosine in between.
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's betas.
+    eps: Above0 = 1e-8  # AdamW's epsilon.
+    clip_grad: NonNegative = 0.0  # Largest norm of the gradients; 0 is off.
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    batch_size: int = 1024  # of one optimiser step, over all processes
-    epochs: float = 300.0
-    budget_minutes: float | None = None  # wall-clock; then `epochs` only scales the schedules
-    accumulate: int = 1
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    seed: int = 0
+    """The length of the training."""
+
+    batch_size: Count = 1024  # Images per optimizer step, over all processes.
+    epochs: Above0 = 300.0  # Passes over the data; a shorter run keeps the recipe's proportion of warm-up.
+    budget: str | None = None  # Wall-clock time instead of epochs, such as 45min or 2h.
+    accumulate: Count = 1  # Micro-batches per optimizer step.
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it.
+    seed: int = 0  # Seed of every random number of the run.
 
 
 @dataclass(frozen=True)
 class RuntimeConfig:
     """How a run is carried out, not what it computes: a resumed run may differ here."""
 
-    device: str = "auto"
-    workers: int = 2
-    views: Literal["cpu", "device"] = "cpu"  # where colours are changed; the results differ by rounding only
-    log_every: int = 10
-    monitor_every: float = 10.0  # epochs; 0: only at the start and the end
-    monitor_bank: int = 10_000
-    monitor_queries: int = 2_000
-    checkpoint_epochs: float = 1.0
-    checkpoint_minutes: float = 10.0
-    keep_checkpoints: int = 1
-    timeout_minutes: float = 10.0  # the longest that a process waits for another, be it a peer or a worker
-    recompute: bool = False  # keep only each block's input, and compute the rest again in the backward pass
-    compile: bool = False  # torch.compile of the method: minutes of warm-up
-    wandb: str | None = None  # project name
+    device: str = "auto"  # auto, cpu or cuda.
+    workers: Annotated[int, Ge(0)] = 2  # Processes that load images.
+    views: Literal["cpu", "device"] = "cpu"  # Where colors are changed; the results differ by rounding only.
+    log_every: Count = 10  # Steps between lines of the log.
+    monitor_every: NonNegative = 10.0  # Epochs between evaluations; 0: only at the start and the end.
+    monitor_bank: Count = 10_000  # Training images of the monitor's kNN.
+    monitor_queries: Count = 2_000  # Test images of the monitor's kNN.
+    checkpoint_epochs: NonNegative = 1.0  # Epochs between checkpoints.
+    checkpoint_minutes: Above0 = 10.0  # Longest time between checkpoints.
+    keep_checkpoints: Count = 1  # How many of the last checkpoints are kept.
+    timeout_minutes: Above0 = 10.0  # Longest wait for another process.
+    recompute: bool = False  # Activation checkpointing: less memory, about a third more time.
+    compile: bool = False  # torch.compile: minutes of warm-up, then faster on most GPUs.
+    wandb: str | None = None  # A Weights & Biases project to log to as well.
 
 
 @dataclass(frozen=True)
-class Config:
-    recipe: str = "paper"
+class Config(Generic[Options]):
+    """Everything that defines a run, in the sections of config.yaml."""
+
+    recipe: Suppress[str] = "paper"  # the recipe it comes from
     data: DataConfig = field(default_factory=DataConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    method: MethodConfig = field(default_factory=MethodConfig)
+    method: MethodConfig[Options] = field(default_factory=MethodConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -133,37 +158,27 @@ class Config:
         """The share of the training that is warm-up."""
         return self.optim.warmup_epochs / self.train.epochs
 
-    def check(self) -> None:
-        rules = [
-            ("train.batch_size", self.train.batch_size, self.train.batch_size >= 1, "at least 1"),
-            ("train.epochs", self.train.epochs, self.train.epochs > 0, "above 0"),
-            ("train.accumulate", self.train.accumulate, self.train.accumulate >= 1, "at least 1"),
-            ("optim.base_lr", self.optim.base_lr, self.optim.base_lr > 0, "above 0"),
-            ("optim.clip_grad", self.optim.clip_grad, self.optim.clip_grad >= 0, "at least 0 (0: off)"),
-            (
-                "optim.warmup_epochs",
-                self.optim.warmup_epochs,
-                0 <= self.optim.warmup_epochs < self.train.epochs,
-                f"at least 0 and below train.epochs ({self.train.epochs:g})",
-            ),
-            (
-                "train.budget_minutes",
-                self.train.budget_minutes,
-                self.train.budget_minutes is None or self.train.budget_minutes > 0,
-                "above 0",
-            ),
-            ("runtime.workers", self.runtime.workers, self.runtime.workers >= 0, "at least 0"),
-            ("runtime.log_every", self.runtime.log_every, self.runtime.log_every >= 1, "at least 1"),
-            ("runtime.keep_checkpoints", self.runtime.keep_checkpoints, self.runtime.keep_checkpoints >= 1, "≥ 1"),
-            ("runtime.timeout_minutes", self.runtime.timeout_minutes, self.runtime.timeout_minutes > 0, "above 0"),
-            ("model.in_chans", self.model.in_chans, self.model.in_chans in (1, 3), "1 (grey) or 3 (RGB)"),
-        ]
-        for key, value, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"{key} is {value}; it must be {rule}")
+    @property
+    def budget_minutes(self) -> float | None:
+        return None if self.train.budget is None else parse_minutes(self.train.budget)
+
+    def replace(self, **settings: Any) -> Config:
+        """A copy with settings by their flat names, validated: `config.replace(base_lr=1e-3, num_mix=2)`.
+
+        Another method starts from its own default options.
+        """
+        values = to_dict(self)
+        if settings.get("method", self.method.name) != self.method.name:
+            values["method"] = {"name": settings["method"]}
+        places = {name: path for name, (path, _) in flat(from_dict(values)).items()}
+        for name, value in settings.items():
+            check_known(name, places, "setting")
+            *sections, key = places[name]
+            functools.reduce(lambda section, part: section.setdefault(part, {}), sections, values)[key] = value
+        return from_dict(values)
 
 
-# ---------------------------------------------------------------------------------------------------------- yaml
+# -------------------------------------------------------------------------------------------- to and from plain data
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -173,9 +188,19 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
-    """The inverse of `to_dict`; unknown keys and wrong types fail, naming the nearest right key."""
-    config = _from_dict(Config, values, "")
-    assert isinstance(config, Config)
+    """The inverse of `to_dict`; an unknown key or a wrong value raises a ValueError of one line."""
+    values = _from_0_1(values)
+    method = values.get("method")
+    name = method.get("name", "patchmix") if isinstance(method, Mapping) else "patchmix"
+    check_known(name, METHOD_OPTIONS, "method")
+    if isinstance(method, Mapping):
+        values["method"] = {"options": {}, **method}
+    config = validate(Config[METHOD_OPTIONS[name]], values)  # type: ignore[misc]
+    if config.optim.warmup_epochs >= config.train.epochs:
+        warmup, epochs = config.optim.warmup_epochs, config.train.epochs
+        raise ValueError(f"optim.warmup_epochs is {warmup:g}; it must be below train.epochs ({epochs:g})")
+    if config.train.budget is not None:
+        parse_minutes(config.train.budget)
     return config
 
 
@@ -193,134 +218,67 @@ def from_yaml(text: str) -> Config:
     return from_dict(values)
 
 
-def override(config: Config, settings: Iterable[str]) -> Config:
-    """Applies settings such as `optim.base_lr=1e-3` or `method.num_mix=[2, 3]`, as `--set` takes them."""
-    values = to_dict(config)
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise ValueError(f"--set {setting!r} has no '='; write --set section.key=value, e.g. optim.base_lr=1e-3")
-        place: dict[str, Any] = values
-        *sections, last = key.strip().split(".")
-        for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise ValueError(f"--set {setting!r}: {section!r} is a value, not a section")
-        if sections == ["method"] and last not in ("name", "options"):
-            place = place["options"]
-        value = parse_value(text)
-        if sections == ["method"] and last == "name" and place["name"] != value:
-            place["options"] = {}  # another method has other options: it starts from its own defaults
-        place[last] = value
-    return from_dict(values)
+def read_config(path: Path) -> Config:
+    """A config.yaml, or that of a run's folder."""
+    path = path / "config.yaml" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"there is no configuration {path}; give a config.yaml or a run's folder")
+    return from_yaml(path.read_text(encoding="utf-8"))
+
+
+def flat(config: Config) -> dict[str, tuple[tuple[str, ...], Any]]:
+    """The flat name of every setting → where it is in the sections, and its value."""
+
+    def walk(section: Any, path: tuple[str, ...]) -> Iterator[tuple[str, tuple[tuple[str, ...], Any]]]:
+        for each in dataclasses.fields(section):
+            value, place = getattr(section, each.name), (*path, each.name)
+            if dataclasses.is_dataclass(value):
+                yield from walk(value, place)
+            else:
+                yield path[0] if path and each.name in ("name", "path") else each.name, (place, value)
+
+    return dict(walk(config, ()))
+
+
+def changes(before: Config, after: Config) -> dict[str, Any]:
+    """The settings of `after` that differ from `before`, by their flat names."""
+    old, new = flat(before), flat(after)
+    return {name: value for name, (_, value) in new.items() if name not in old or old[name][1] != value}
 
 
 def differences(a: Config, b: Config) -> list[str]:
     """What two configurations would compute differently, as `key: a → b`."""
-    left, right = (dict(_flat(to_dict(c))) for c in (a, b))
+    left, right = ({".".join(place): value for place, value in flat(c).values()} for c in (a, b))
     return [
-        f"{key}: {left.get(key)} → {right.get(key)}"
+        f"{key.replace('.options', '')}: {left.get(key)} → {right.get(key)}"
         for key in sorted(left.keys() | right.keys())
         if left.get(key) != right.get(key) and not key.startswith("runtime.") and key != "data.path"
     ]
 
 
-# -------------------------------------------------------------------------------------------------------- values
+def parse_minutes(text: str) -> float:
+    """`45min`, `2h`, `90s` or `1h30min` in minutes."""
+    pattern = r"(?:(\d+(?:\.\d+)?)\s*h)?\s*(?:(\d+(?:\.\d+)?)\s*(?:min|m))?\s*(?:(\d+(?:\.\d+)?)\s*s)?"
+    found = re.fullmatch(pattern, text.strip())
+    if found is None or not any(float(part or 0) for part in found.groups()):
+        raise ValueError(f"budget is {text!r}; write it as 45min, 2h, 90s or 1h30min")
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return hours * 60 + minutes + seconds / 60
 
 
-def parse_value(text: str) -> Any:
-    """A command line's text as YAML reads it; `1e-3` is a number here, which plain YAML takes for a string."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def coerce(value: Any, hint: Any, key: str) -> Any:
-    """`value` as the annotated type, or a ValueError that says what was expected."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        for option in arguments:
-            try:
-                return coerce(value, option, key)
-            except ValueError:
-                continue
-    elif hint is type(None):
-        if value is None:
-            return None
-    elif origin is Literal:
-        if value in arguments:
-            return value
-        near = difflib.get_close_matches(str(value), [str(a) for a in arguments], n=1)
-        hint_text = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{key} is {value!r}; it must be one of {', '.join(map(str, arguments))}{hint_text}")
-    elif origin in (tuple, Sequence):
-        if isinstance(value, (list, tuple)):
-            variadic = origin is Sequence or (len(arguments) == 2 and arguments[1] is Ellipsis)
-            hints = [arguments[0]] * len(value) if variadic else arguments
-            if len(hints) == len(value):
-                return tuple(coerce(v, h, f"{key}[{i}]") for i, (v, h) in enumerate(zip(value, hints, strict=True)))
-    elif origin is dict:
-        if isinstance(value, dict):
-            return dict(value)
-    elif hint is bool:
-        if isinstance(value, bool):
-            return value
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-    elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-    elif hint is str and not isinstance(value, (dict, list, tuple)) and value is not None:
-        return str(value)
-    raise ValueError(f"{key} is {value!r}; it must be {_describe(hint)}")
-
-
-def check_known(key: str, known: Iterable[str], where: str) -> None:
-    """A ValueError that names the nearest right key, if `key` is not a known one."""
-    known = list(known)
-    if key not in known:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise ValueError(f"unknown {where} {key!r}; {hint}")
-
-
-def _from_dict(cls: type[Any], values: Mapping[str, Any], path: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{path.rstrip('.') or 'the configuration'} is {values!r}; it must be a section of keys")
-    hints = typing.get_type_hints(cls)
-    for key in values:
-        check_known(key, hints, f"key in {path.rstrip('.')}:" if path else "section")
-    arguments = {}
-    for key, value in values.items():
-        hint = hints[key]
-        is_section = dataclasses.is_dataclass(hint)
-        arguments[key] = _from_dict(hint, value, f"{path}{key}.") if is_section else coerce(value, hint, path + key)
-    return cls(**arguments)
-
-
-def _describe(hint: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    if hint in words:
-        return words[hint]
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(a) for a in arguments)
-    if origin in (tuple, Sequence):
-        count = "" if origin is Sequence or Ellipsis in arguments else f"{len(arguments)} of "
-        return f"a list: {count}{_describe(arguments[0])}"
-    return str(hint)
+def _from_0_1(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of version 0.1 in today's keys; any other as it is."""
+    values = dict(values)
+    method = values.get("method")
+    if isinstance(method, Mapping) and isinstance(method.get("options"), Mapping):
+        options = {RENAMED.get(key, key): value for key, value in method["options"].items()}
+        values["method"] = {**method, "options": options}
+    train = values.get("train")
+    if isinstance(train, Mapping) and "budget_minutes" in train:
+        minutes = train["budget_minutes"]
+        rest = {key: value for key, value in train.items() if key != "budget_minutes"}
+        values["train"] = {**rest, "budget": None if minutes is None else f"{minutes:g}min"}
+    return values
 
 
 def _plain(value: Any) -> Any:
@@ -328,12 +286,77 @@ def _plain(value: Any) -> Any:
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
-    return value
+    return str(value) if isinstance(value, Path) else value
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+# -------------------------------------------------------------------------------------------------------- validation
+
+
+def validate(cls: type[S], values: Mapping[str, Any]) -> S:
+    """An instance of the dataclass from plain values, or a ValueError of one line: what, why, and the nearest name."""
+    from pydantic import TypeAdapter, ValidationError
+
+    _check_keys(cls, values, "")
+    try:
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        first, *others = error.errors()
+        field_of = lambda e: [str(part) for part in e["loc"] if str(part) in _field_names(cls)]  # noqa: E731
+        key = ".".join(part for part in field_of(first) if part != "options")
+        rules = dict.fromkeys(e["msg"] for e in [first, *others] if field_of(e) == field_of(first))
+        rule = " or ".join(text.removeprefix("Input should be ").removeprefix("Value error, ") for text in rules)
+        value = first["input"]
+        raise ValueError(f"{key} is {value!r}; it must be {rule}") from None
+
+
+def check_known(key: str, known: Iterable[str], kind: str) -> None:
+    """A ValueError that names the nearest right key, if `key` is not a known one."""
+    known = list(known)
+    if key not in known:
+        near = [name for name in known if key in name.split("_")]
+        near = near or difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise ValueError(f"unknown {kind} {key!r}; {hint}")
+
+
+def _sections(cls: Any) -> dict[str, Any]:
+    """The fields of a (generic) dataclass that are dataclasses themselves, with their types."""
+    import typing
+
+    origin = typing.get_origin(cls) or cls
+    arguments = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(cls), strict=False))
+    hints = typing.get_type_hints(origin)
+
+    def bound(hint: Any) -> Any:
+        if hint in arguments:
+            return arguments[hint]
+        inner = typing.get_origin(hint)
+        return (
+            inner[tuple(arguments.get(a, a) for a in typing.get_args(hint))]
+            if isinstance(inner, type) and dataclasses.is_dataclass(inner)
+            else hint
+        )
+
+    bounds = {name: bound(hint) for name, hint in hints.items()}
+    return {name: hint for name, hint in bounds.items() if dataclasses.is_dataclass(typing.get_origin(hint) or hint)}
+
+
+def _check_keys(cls: Any, values: Any, path: str) -> None:
+    import typing
+
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path or 'the configuration'} is {values!r}; it must be a section of keys")
+    names = [f.name for f in dataclasses.fields(typing.get_origin(cls) or cls)]
+    for key in values:
+        check_known(key, names, f"key in {path}:" if path else "section" if _sections(cls) else "setting")
+    for name, section in _sections(cls).items():
+        if name in values:
+            _check_keys(section, values[name], f"{path}.{name}".lstrip("."))
+
+
+@functools.cache
+def _field_names(cls: Any) -> set[str]:
+    import typing
+
+    names = {f.name for f in dataclasses.fields(typing.get_origin(cls) or cls)}
+    return names.union(*(_field_names(section) for section in _sections(cls).values()))

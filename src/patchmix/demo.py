@@ -16,17 +16,19 @@ from patchmix.data.sources import open_source
 from patchmix.evaluate.knn import HEADLINE_K, evaluate_knn
 from patchmix.evaluate.results import wilson
 from patchmix.interop.backbone import Architecture, Backbone
+from patchmix.recipes import start
 from patchmix.report.figures import curves_figure, mix_figure, targets_figure
 from patchmix.report.style import save
-from patchmix.run import configure, run_config
+from patchmix.run import run_config
+from patchmix.settings import Demo
 from patchmix.study.reporting import report_runs
 from patchmix.train.log import read_metrics
 
 
-def demo(out: Path, *, budget: str = "3min") -> Path:
+def demo(settings: Demo) -> Path:
     """Pre-trains on `shapes`, compares kNN with raw pixels and with the same network untrained, draws and reports."""
-    config = configure("shapes", recipe="demo", budget=budget)
-    run = run_config(config, out)
+    config = start("demo").replace(budget=settings.budget)
+    run = run_config(config, settings.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
     trained = run.knn("shapes")
     untrained = evaluate_knn(_untrained(config), "shapes", cache=False)
     train, test = open_source("shapes", "train"), open_source("shapes", "test")
@@ -62,7 +64,7 @@ def write_figures(folder: Path, config: Config, references: dict[str, float]) ->
     figures = folder / "figures"
     source = open_source(config.data.path, "train")
     images = torch.stack([torch.from_numpy(source.load(i).copy()) for i in range(6)])
-    num_mix = config.method.options["num_mix"]
+    num_mix = config.method.options.num_mix
     rows = read_metrics(folder / "metrics.jsonl")
     patch = build.build_encoder(config.model).patch_embed.patch_size[0]
     return [
@@ -70,8 +72,3 @@ def write_figures(folder: Path, config: Config, references: dict[str, float]) ->
         save(targets_figure(9, num_mix), figures / "targets.png"),
         save(curves_figure(rows, references=references), figures / "curves.png"),
     ]
-
-
-def default_folder() -> Path:
-    """runs/demo-DATE-TIME: a second demo does not meet the first."""
-    return Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from patchmix.config import (
     Config,
@@ -21,7 +21,9 @@ from patchmix.config import (
     TrainConfig,
     ViewsConfig,
     check_known,
+    read_config,
 )
+from patchmix.methods.options import PatchMixOptions
 
 _BASE_LR = {"tiny": 2e-3, "small": 5e-4, "base": 7.5e-4}  # for a batch of 256
 _SMALL_IMAGES = 64  # up to here a model takes the paper's CIFAR settings, above the ImageNet ones
@@ -43,7 +45,7 @@ def paper(model: str = "vit_small_patch16_224", epochs: float | None = None) -> 
         recipe="paper",
         views=ViewsConfig(area=(0.1, 1.0) if small_images else (0.05, 1.0)),
         model=ModelConfig(name=model),
-        method=MethodConfig("patchmix", {"num_mix": 3, "temperature": 0.2}),
+        method=MethodConfig("patchmix", PatchMixOptions(num_mix=3, temperature=0.2)),
         optim=OptimConfig(
             base_lr=_BASE_LR[size],
             warmup_epochs=min(warmup, epochs * warmup / full),  # a shorter run keeps the proportion
@@ -63,17 +65,17 @@ def official(model: str = "vit_small_patch16_224", epochs: float | None = None) 
     """
     config = paper(model, epochs)
     size, small_images = _size_of(model), _is_small(model)
-    options: dict[str, Any] = {
-        "num_mix": 2,
-        "temperature": 0.2,
-        "weights": (1.0, 0.5, 0.5),
-        "normalize_mix_to_mix": True,
-        "label_smoothing": 0.1,
-        "mixed_query": 2,
-        "momentum_encoder": size != "tiny",
-        "momentum_stages": max(1, round(config.train.epochs)),
-        "momentum_update": "before_keys",
-    }
+    options = PatchMixOptions(
+        num_mix=2,
+        temperature=0.2,
+        weights=(1.0, 0.5, 0.5),
+        normalize_mix_to_mix=True,
+        label_smoothing=0.1,
+        mixed_query=2,
+        momentum_encoder=size != "tiny",
+        momentum_stages=max(1, round(config.train.epochs)),
+        momentum_update="before_keys",
+    )
     views = config.views
     if not small_images:
         views = dataclasses.replace(views, area=(0.35, 1.0), local_crops=8, local_size=96, local_area=(0.05, 0.35))
@@ -100,15 +102,15 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
         model=ModelConfig(name=model, dim=96, depth=4, heads=3, drop_path=0.0),
         method=MethodConfig(
             "patchmix",
-            {
-                "num_mix": 3,
-                "temperature": 0.2,
-                "weights": (1.0, 0.5, 0.5),  # as the authors' code: in so short a run origin-to-origin leads
-                "normalize_mix_to_mix": True,
-                "momentum": 0.99,
-                "head_hidden": 512,
-                "head_out": 128,
-            },
+            PatchMixOptions(
+                num_mix=3,
+                temperature=0.2,
+                weights=(1.0, 0.5, 0.5),  # as the authors' code: in so short a run origin-to-origin leads
+                normalize_mix_to_mix=True,
+                momentum=0.99,
+                head_hidden=512,
+                head_out=128,
+            ),
         ),
         optim=OptimConfig(base_lr=4e-3, warmup_epochs=epochs / 12, weight_decay=0.02, weight_decay_end=0.2),
         train=TrainConfig(batch_size=64, epochs=epochs),
@@ -119,9 +121,29 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
 RECIPES: dict[str, Callable[..., Config]] = {"paper": paper, "official": official, "demo": demo}
 
 
-def find_recipe(name: str) -> Callable[..., Config]:
-    check_known(name, RECIPES, "recipe")
-    return RECIPES[name]
+def start(
+    recipe: str = "paper",
+    *,
+    config: Path | None = None,
+    data: str | None = None,
+    model: str | None = None,
+    method: str | None = None,
+    epochs: float | None = None,
+) -> Config:
+    """What a run is configured from: a recipe, or a config.yaml, for this data, model, method and length."""
+    if config is None:
+        check_known(recipe, RECIPES, "recipe")
+        given = {"model": model, "epochs": epochs}
+        start = RECIPES[recipe](**{key: value for key, value in given.items() if value is not None})
+    else:
+        start = read_config(config)
+        if model is not None:
+            start = start.replace(model=model)
+        if epochs is not None:  # a shorter run keeps the proportion of warm-up
+            warmup = start.optim.warmup_epochs * min(1.0, epochs / start.train.epochs)
+            start = start.replace(epochs=epochs, warmup_epochs=warmup)
+    changed = {"data": data, "method": method}
+    return start.replace(**{key: value for key, value in changed.items() if value is not None})
 
 
 @dataclass(frozen=True)

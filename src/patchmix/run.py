@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Sequence
@@ -14,18 +13,15 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from patchmix import build, distributed
-from patchmix.config import Config, differences, from_dict, from_yaml, override, to_dict, to_yaml
+from patchmix.config import Config, differences, from_dict, from_yaml, to_dict, to_yaml
 from patchmix.data.contract import Source
 from patchmix.device import resolve_device
-from patchmix.evaluate.finetune import FinetuneSettings, evaluate_finetune
-from patchmix.evaluate.knn import evaluate_knn
-from patchmix.evaluate.linear import evaluate_linear
 from patchmix.evaluate.results import Result
 from patchmix.files import remove_unfinished, write_text
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.method import Method
-from patchmix.recipes import find_recipe
+from patchmix.settings import Pretrain
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import RunLog
@@ -62,134 +58,28 @@ class Run:
         """The trained encoder as a plain timm model, in evaluation mode."""
         return self.load().encoder()
 
-    def knn(self, data: str | Path, **options: Any) -> Result:
-        """See `patchmix.evaluate.knn.evaluate_knn`; the result is also added to results.jsonl."""
-        return evaluate_knn(self.load(), data, out=self.path, **options)
+    def knn(self, data: str | Path, **settings: Any) -> Result:
+        """`patchmix.knn` of this run; the result is also added to its results.jsonl."""
+        return self._evaluate("knn", data, settings)
 
-    def linear(self, data: str | Path, **options: Any) -> Result:
-        """See `patchmix.evaluate.linear.evaluate_linear`; the result is also added to results.jsonl."""
-        return evaluate_linear(self.load(), data, out=self.path, **options)
+    def linear(self, data: str | Path, **settings: Any) -> Result:
+        """`patchmix.linear` of this run."""
+        return self._evaluate("linear", data, settings)
 
     def finetune(self, data: str | Path, **settings: Any) -> Result:
-        """See `patchmix.evaluate.finetune`: the settings are those of FinetuneSettings."""
-        return evaluate_finetune(self.load(), data, settings=FinetuneSettings(**settings), out=self.path)
+        """`patchmix.finetune` of this run."""
+        return self._evaluate("finetune", data, settings)
+
+    def _evaluate(self, verb: str, data: str | Path, settings: dict[str, Any]) -> Result:
+        from patchmix.cli import python_function
+
+        result: Result = python_function(verb)(str(self.path), data=str(data), **settings)
+        return result
 
 
-def pretrain(
-    data: str | Path,
-    out: str | Path,
-    *,
-    recipe: str = "paper",
-    config: str | Path | None = None,
-    model: str | None = None,
-    method: str | None = None,
-    mix: str | None = None,
-    epochs: float | None = None,
-    budget: str | float | None = None,
-    batch_size: int | None = None,
-    workers: int | None = None,
-    views: str | None = None,
-    device: str | None = None,
-    seed: int | None = None,
-    compile: bool | None = None,
-    resume: str | Path | None = None,
-    init_from: str | Path | None = None,
-    wandb: str | None = None,
-    settings: Sequence[str] = (),
-) -> Run:
-    """Pre-trains a ViT on `data` and leaves everything in the folder `out`; see docs/quickstart.md.
-
-    `config` is a config.yaml to start from instead of a recipe; `method` and `mix` choose what is trained (PatchMix);
-    `views` says where colours are changed, "cpu" (by workers) or "device"; `settings` are overrides such as
-    "optim.base_lr=1e-3"; `resume` is "auto" (continue `out` if it has a checkpoint) or a checkpoint's path; `init_from`
-    takes encoder weights to start from.
-    """
-    complete = configure(
-        data,
-        recipe=recipe,
-        config=config,
-        model=model,
-        method=method,
-        mix=mix,
-        epochs=epochs,
-        budget=budget,
-        batch_size=batch_size,
-        workers=workers,
-        views=views,
-        device=device,
-        seed=seed,
-        compile=compile,
-        wandb=wandb,
-        settings=settings,
-    )
-    return run_config(complete, Path(out), resume=resume, init_from=init_from)
-
-
-def configure(
-    data: str | Path,
-    *,
-    recipe: str = "paper",
-    config: str | Path | None = None,
-    model: str | None = None,
-    method: str | None = None,
-    mix: str | None = None,
-    epochs: float | None = None,
-    budget: str | float | None = None,
-    batch_size: int | None = None,
-    workers: int | None = None,
-    views: str | None = None,
-    device: str | None = None,
-    seed: int | None = None,
-    compile: bool | None = None,
-    wandb: str | None = None,
-    settings: Sequence[str] = (),
-) -> Config:
-    """The recipe, or a config.yaml, with the common arguments and then the settings applied."""
-    if config is None:
-        make = find_recipe(recipe)
-        start = make(epochs=epochs) if model is None else make(model, epochs=epochs)
-    else:
-        if model is not None:
-            raise ValueError("--config says the model already; change it with --set model.name=…, or leave one out")
-        start = _read_config(Path(config))
-        if epochs is not None:
-            start = dataclasses.replace(start, train=dataclasses.replace(start.train, epochs=epochs))
-
-    def given(**values: Any) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if value is not None}
-
-    minutes = None if budget is None else parse_minutes(budget)
-    start = dataclasses.replace(
-        start,
-        data=dataclasses.replace(start.data, path=str(data)),
-        train=dataclasses.replace(start.train, **given(batch_size=batch_size, budget_minutes=minutes, seed=seed)),
-        runtime=dataclasses.replace(
-            start.runtime, **given(workers=workers, views=views, device=device, compile=compile, wandb=wandb)
-        ),
-    )
-    chosen = [f"method.{key}={value}" for key, value in given(name=method, mix=mix).items()]
-    complete = override(start, [*chosen, *settings])
-    complete.check()
-    return complete
-
-
-def _read_config(path: Path) -> Config:
-    path = path / "config.yaml" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"there is no configuration {path}; give a config.yaml or a run's folder")
-    return from_yaml(path.read_text(encoding="utf-8"))
-
-
-def parse_minutes(text: str | float) -> float:
-    """`45min`, `2h`, `90s`, `1h30min` or a number of minutes."""
-    if isinstance(text, (int, float)):
-        return float(text)
-    pattern = r"(?:(\d+(?:\.\d+)?)\s*h)?\s*(?:(\d+(?:\.\d+)?)\s*(?:min|m))?\s*(?:(\d+(?:\.\d+)?)\s*s)?"
-    found = re.fullmatch(pattern, text.strip())
-    if found is None or not any(found.groups()):
-        raise ValueError(f"budget is {text!r}; write it as 45min, 2h, 90s or 1h30min")
-    hours, minutes, seconds = (float(part or 0) for part in found.groups())
-    return hours * 60 + minutes + seconds / 60
+def run_pretrain(settings: Pretrain) -> Run:
+    """Pre-trains as the settings say, and leaves everything in the folder `out`."""
+    return run_config(settings.run, settings.out, resume=settings.resume, init_from=settings.init_from)
 
 
 def run_config(
@@ -243,9 +133,7 @@ def run_config(
         except NonFiniteLoss as error:
             kept = checkpoints.last
             where = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
-            raise NonFiniteLoss(
-                f"{error}; training stopped, {where}. Lower optim.base_lr, or set optim.clip_grad=1"
-            ) from error
+            raise NonFiniteLoss(f"{error}; training stopped, {where}. Lower --base-lr, or set --clip-grad 1") from error
         finally:
             log.close()
         distributed.barrier()
@@ -341,9 +229,7 @@ def _introduce(
 ) -> None:
     millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
     processes = distributed.world_size()
-    length = (
-        f"{config.train.budget_minutes:g} min" if config.train.budget_minutes else f"{config.train.epochs:g} epochs"
-    )
+    length = config.train.budget or f"{config.train.epochs:g} epochs"
     log.say(
         f"{config.method.name} ({config.recipe}): {architecture.name}, {millions:.1f} M parameters, "
         f"{architecture.image_size} px, patch {architecture.patch_size}; {source.name}, {len(source):,} images; "

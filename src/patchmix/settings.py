@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal
 
 from annotated_types import Ge, Gt, Interval
-from tyro.conf import Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
-Count = Annotated[int, Ge(1)]
-Probability = Annotated[float, Interval(ge=0, le=1)]
-NonNegative = Annotated[float, Ge(0)]
+from patchmix.config import Config, Count, NonNegative, Options, Probability
 
 Weights = Annotated[Positional[str], arg(metavar="WEIGHTS")]
 Data = Annotated[Positional[str], arg(metavar="DATA")]
 Runs = Annotated[Positional[tuple[str, ...]], arg(metavar="RUN")]
+RunSettings = OmitArgPrefixes[Annotated[Config[Options], arg(name="")]]
 Json = Annotated[bool, arg(name="json")]
 Split = Annotated[Literal["train", "test"] | None, arg(metavar="{train,test}")]
 Device = str
@@ -27,6 +26,36 @@ Above0 = Annotated[float, Gt(0)]
 Share = Annotated[float, Interval(ge=0, lt=1)]
 
 # ---------------------------------------------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class Pretrain(Generic[Options]):
+    """Pre-train a ViT on unlabeled images."""
+
+    out: Path  # The run's folder.
+    recipe: str = "paper"  # paper, official or demo; `patchmix recipes` lists them.
+    config: Path | None = None  # A config.yaml, or a run whose configuration to use, instead of a recipe.
+    resume: str | None = None  # auto continues OUT where it stopped; or the path of a checkpoint.
+    init_from: str | None = None  # A run or other weights to start from.
+    devices: Count | None = None  # Processes to start on this machine, one per GPU; on the CPU they share the cores.
+    run: RunSettings[Options] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class Ablate(Generic[Options]):
+    """Train and evaluate the rows of one of the paper's ablations, or all methods, into one table."""
+
+    ablation: Positional[Literal["mix", "num-mix", "terms", "epochs", "method"]]
+    """The paper's ablations, or method: all methods side by side."""
+    out: Path  # A folder for the table and one run per row and seed; the same call continues.
+    seeds: tuple[int, ...] = (0,)  # Train every row with each seed.
+    rows: tuple[str, ...] = ()  # Some of the rows, by name; by default all.
+    row_settings: UseAppendAction[Annotated[tuple[str, ...], arg(name="row-set", metavar="ROW:KEY=VALUE")]] = ()
+    """A setting for one row, such as dino:clip_grad=3; may be repeated."""
+    test_data: str | None = None  # Labeled images to evaluate on; by default DATA, where it has labels.
+    recipe: str = "paper"  # paper, official or demo.
+    config: Path | None = None  # A config.yaml, or a run whose configuration to use, instead of a recipe.
+    run: RunSettings[Options] = field(default_factory=Config)
 
 
 @dataclass(frozen=True)
@@ -339,6 +368,17 @@ class Flops:
     local_crops: Annotated[int, Ge(0)] | None = None  # Small crops for multi-crop.
     local_size: Count | None = None  # Side of the small crops.
     count: bool = False  # Add what torch counts, on tensors without values: seconds per row.
+
+
+@dataclass(frozen=True)
+class Bench(Generic[Options]):
+    """Measure how fast a model trains here: images per second, share of the machine's best, phases, memory."""
+
+    recipe: str = "paper"  # paper, official or demo.
+    config: Path | None = None  # A config.yaml, or a run whose configuration to use, instead of a recipe.
+    steps: Count = 5  # Steps to measure, after one to warm up.
+    as_json: Json = False  # JSON instead of a table.
+    run: RunSettings[Options] = field(default_factory=Config)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from patchmix.build import build_loader, build_prepare
-from patchmix.config import Config, TrainConfig, ViewsConfig, differences, override
+from patchmix.config import Config, TrainConfig, ViewsConfig, differences
 from patchmix.data.decode import DecodeError
 from patchmix.data.device_views import Crops, change_colors, color_rows
 from patchmix.data.loader import Batch, Loader
 from patchmix.data.randomness import uniforms
 from patchmix.data.sources import open_source
 from patchmix.data.views import DRAWS, Parameters, View, Views, draw_parameters, render, two_views
-from patchmix.run import configure
 from tests.data.test_views import colorfulness_of, far_apart, gradient_of, mean_of, spread_of
 
 SIZE, MAX_SIGMA = 32, 2.0
@@ -165,8 +164,7 @@ class TestWhole:
             return load(position)
 
         monkeypatch.setattr(source, "load", torn)
-        settings = [["runtime.workers=0", f"runtime.views={where}"] for where in ("cpu", "device")]
-        loaders = [build_loader(override(config, each), source, SIZE) for each in settings]
+        loaders = [build_loader(config.replace(workers=0, views=where), source, SIZE) for where in ("cpu", "device")]
         cpu, device = (next(loader.batches(3)) for loader in loaders)
         assert cpu.epoch == 1
         assert len(cpu.bad) >= bad
@@ -239,12 +237,12 @@ class TestLoading:
 
 class TestSetting:
     def test_reaches_the_configuration(self) -> None:
-        assert configure("shapes").runtime.views == "cpu"
-        assert configure("shapes", views="device").runtime.views == "device"
+        assert Config().runtime.views == "cpu"
+        assert Config().replace(views="device").runtime.views == "device"
 
     def test_an_unknown_one_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"runtime\.views is 'gpu'; it must be one of cpu, device"):
-            configure("shapes", views="gpu")
+        with pytest.raises(ValueError, match=r"runtime\.views is 'gpu'; it must be 'cpu' or 'device'"):
+            Config().replace(views="gpu")
 
     def test_may_change_when_a_run_goes_on(self) -> None:
-        assert differences(Config(), override(Config(), ["runtime.views=device"])) == []
+        assert differences(Config(), Config().replace(views="device")) == []

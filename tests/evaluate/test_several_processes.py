@@ -165,8 +165,8 @@ def test_detect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_split(tmp_path / "coco", "val2017", 5)
     words = ["detect", str(encoder), "--data", str(tmp_path / "coco"), "--workers", "0"]
     words += ["--epochs", "1", "--batch-size", "4", "--image-size", "64"]
-    for setting in ("channels=16", "head_dim=16", "smallest_anchor=8", "rois_per_image=16", "evaluate_every=0"):
-        words += ["--set", setting]
+    words += ["--channels", "16", "--head-dim", "16", "--smallest-anchor", "8", "--rois-per-image", "16"]
+    words += ["--evaluate-every", "0"]
     one, _ = by_one_and_by_two(words, tmp_path / "training", capsys)
     words = ["detect", str(one), "--data", str(tmp_path / "coco"), "--eval-only", "--workers", "0"]
     one, two = by_one_and_by_two(words, tmp_path / "evaluation", capsys)

@@ -14,7 +14,7 @@ from patchmix.train.loop import STEPS_BETWEEN_AGREEMENTS
 from tests.faults.trainee import STEPS, TINY, assert_same, assert_tidy
 
 Row = tuple[str, int, str]
-COMMON = [*TINY, "--epochs", "2", "--workers", "0", "--resume", "auto", "--set", "model.drop_path=0", "--mix-across"]
+COMMON = [*TINY, "--epochs", "2", "--workers", "0", "--resume", "auto", "--drop-path", "0", "--mix-across"]
 ALL_STEPS = 2 * STEPS
 
 

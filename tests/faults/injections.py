@@ -124,7 +124,7 @@ def damaged_images(folder: Path, times: int = 1) -> Row:
     """Bit flips, truncation, two kinds of bomb, and a file that vanishes while training."""
     for i in range(times):
         data, out = _photos(folder / f"photos{i}", seed=i), folder / f"damaged{i}"
-        trainee = Trainee(out, "--set", "data.cache_gb=0", "--workers", "1", data=str(data)).wait_for_step(1)
+        trainee = Trainee(out, "--cache-gb", "0", "--workers", "1", data=str(data)).wait_for_step(1)
         (data / "500.png").unlink()
         output = trainee.ends(0).output
         assert "30000 x 30000 pixels are more than the limit" in output

@@ -23,24 +23,24 @@ from tests.faults.trainee import assert_same, assert_tidy
 MODEL = [
     *("--recipe", "paper", "--model", "vit_tiny_patch8_32", "--batch-size", "64", "--workers", "1", "--resume", "auto"),
     *(
-        "--set",
-        "model.dim=48",
-        "--set",
-        "model.depth=3",
-        "--set",
-        "method.head_hidden=64",
-        "--set",
-        "method.head_out=32",
+        "--dim",
+        "48",
+        "--depth",
+        "3",
+        "--head-hidden",
+        "64",
+        "--head-out",
+        "32",
     ),
-    *("--set", "runtime.monitor_bank=200", "--set", "runtime.monitor_queries=100", "--set", "runtime.log_every=1"),
-    *("--set", "optim.warmup_epochs=0"),
+    *("--monitor-bank", "200", "--monitor-queries", "100", "--log-every", "1"),
+    *("--warmup-epochs", "0"),
 ]
 STEPS_BETWEEN_CHECKPOINTS = 10
 
 
 def start(data: str, out: Path, epochs: float, per_epoch: int, log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "patchmix", "pretrain", data, "--out", str(out), *MODEL, "--epochs", str(epochs)]
-    command += ["--set", f"runtime.checkpoint_epochs={STEPS_BETWEEN_CHECKPOINTS / per_epoch}"]
+    command += ["--checkpoint-epochs", f"{STEPS_BETWEEN_CHECKPOINTS / per_epoch}"]
     with log.open("ab") as file:
         return subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}

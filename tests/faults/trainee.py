@@ -21,10 +21,10 @@ from patchmix.train.log import read_metrics
 STEPS = 16  # 512 images in batches of 32
 TINY = [
     *("--recipe", "demo", "--model", "vit_tiny_patch8_32", "--epochs", "1", "--batch-size", "32"),
-    *("--set", "model.dim=24", "--set", "model.depth=2", "--set", "model.drop_path=0.2"),
-    *("--set", "method.head_hidden=32", "--set", "method.head_out=16"),
-    *("--set", "runtime.monitor_bank=64", "--set", "runtime.monitor_queries=32"),
-    *("--set", "runtime.log_every=1", "--set", "runtime.checkpoint_epochs=0.25"),
+    *("--dim", "24", "--depth", "2", "--drop-path", "0.2"),
+    *("--head-hidden", "32", "--head-out", "16"),
+    *("--monitor-bank", "64", "--monitor-queries", "32"),
+    *("--log-every", "1", "--checkpoint-epochs", "0.25"),
 ]
 
 FORKSERVER = multiprocessing.get_context("forkserver")

@@ -65,7 +65,7 @@ def start(out: Path, number: int) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)]
     place = ["--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", "29400"]
     training = ["-m", "patchmix", "pretrain", "shapes:512", "--out", str(out), *COMMON]
-    training += ["--set", f"runtime.timeout_minutes={TIMEOUT_MINUTES}"]
+    training += ["--timeout-minutes", f"{TIMEOUT_MINUTES}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
     return subprocess.Popen(
         ["ip", "netns", "exec", HOSTS[number], *torchrun, *place, *training],

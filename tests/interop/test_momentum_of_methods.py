@@ -8,22 +8,25 @@ import pytest
 import torch
 
 from patchmix import build
-from patchmix.config import Config, override, to_dict, to_yaml
+from patchmix.config import Config, to_dict, to_yaml
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.momentum import MomentumCopy
 
 WITHOUT = ("simclr", "swav")
-SMALL = [
-    *("model.name=vit_tiny_patch4_16", "model.dim=24", "model.depth=2", "model.heads=2"),
-    *("views.local_crops=2", "views.local_size=8"),  # encoders for several image sizes export alike
-]
-HEADS = {"dino": ["head_bottleneck=8", "head_out=16"], "ibot": ["head_bottleneck=8", "head_out=16"]}
+SMALL = {
+    "model": "vit_tiny_patch4_16",
+    "dim": 24,
+    "depth": 2,
+    "heads": 2,
+    "local_crops": 2,
+    "local_size": 8,  # encoders for several image sizes export alike
+}
+HEADS = {name: {"head_bottleneck": 8, "head_out": 16} for name in ("dino", "ibot")}
 
 
 @pytest.mark.parametrize("name", build.METHODS)
 def test_the_momentum_encoder_of_every_method(name: str, tmp_path: Path) -> None:
-    heads = [f"method.{option}" for option in ("head_hidden=8", *HEADS.get(name, ["head_out=8"]))]
-    config = override(Config(), [*SMALL, f"method.name={name}", *heads])
+    config = Config().replace(**SMALL, method=name, head_hidden=8, **HEADS.get(name, {"head_out": 8}))
     method = build.build_method(config)
     with torch.no_grad():
         for parameter in method.encoder.parameters():

@@ -73,11 +73,9 @@ def test_a_compiled_method_computes_the_same(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler: install g++")
 def test_a_compiled_run(tmp_path: Path) -> None:
-    from patchmix.run import pretrain
+    from patchmix import pretrain
 
-    settings = ("model.dim=24", "model.depth=2", "model.heads=2", "runtime.monitor_every=0", "runtime.monitor_bank=64")
-    run = pretrain(
-        "shapes", tmp_path / "run", recipe="demo", epochs=0.02, batch_size=32, compile=True, settings=settings
-    )
+    settings = {"dim": 24, "depth": 2, "heads": 2, "monitor_every": 0, "monitor_bank": 64}
+    run = pretrain("shapes", tmp_path / "run", recipe="demo", epochs=0.02, batch_size=32, compile=True, **settings)
     assert from_yaml(run.config_path.read_text()).runtime.compile
     assert run.encoder_path.is_file()

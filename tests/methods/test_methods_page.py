@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from patchmix.build import METHODS, option_help
+from patchmix.methods.options import METHOD_OPTIONS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
 
@@ -17,9 +18,11 @@ def options_in_docs(name: str) -> set[str]:
     return named | options_in_docs("dino") if "DINO's" in found[1] else named
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", METHOD_OPTIONS)
 def test_every_method_is_documented_with_all_its_options(name: str) -> None:
-    assert options_in_docs(name) - {"fidelity.md"} == {option.partition("=")[0] for option in option_help(name)}
+    assert options_in_docs(name) - {"fidelity.md"} == {
+        option.name for option in dataclasses.fields(METHOD_OPTIONS[name])
+    }
 
 
 def test_the_new_method_in_the_docs_is_the_example() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from patchmix import build
-from patchmix.config import Config, override
+from patchmix.config import Config
 from patchmix.data.memory import InMemorySource, from_array
 from patchmix.data.shapes import shapes_source
 from patchmix.evaluate.features import Subset, extract
 from patchmix.evaluate.knn import accuracy, knn_predict
+from patchmix.methods.options import SimCLROptions
 from patchmix.recipes import demo
 from patchmix.train.log import RunLog, read_metrics
 from patchmix.train.loop import build_optimizer, train
@@ -23,28 +25,33 @@ from patchmix.train.monitor import collapse_warning, health
 CPU = torch.device("cpu")
 STEPS = 400  # in which shapes are told by their outlines
 # Self-distillation has no negatives: views that share too little of what the untrained network sees end at chance.
-GENTLE = [
-    *("views.area=[0.6, 1.0]", "views.jitter=0.2", "views.blur=[0, 0]"),
-    *("views.gray=1.0", "views.hue=0", "views.saturation=0", "method.freeze_last_layer=1.0"),
-]
+GENTLE = {
+    "area": (0.6, 1.0),
+    "jitter": 0.2,
+    "blur": (0, 0),
+    "gray": 1.0,
+    "hue": 0,
+    "saturation": 0,
+    "freeze_last_layer": 1.0,
+}
 ON_SHAPES = {"dino": GENTLE, "ibot": GENTLE}
 # Small heads; a momentum that can follow in a few hundred steps.
-SETTINGS: dict[str, list[str]] = {
-    "patchmix": ["momentum=0.97"],
-    "mocov3": ["momentum=0.97", "frozen_patch_embed=false"],
-    "simclr": [],
-    "byol": ["momentum=0.97"],
-    "swav": ["prototypes=100", "epsilon=0.03"],  # 0.05 ends at chance, as its authors warn
-    "dino": ["momentum=0.97", "head_bottleneck=64"],
-    "ibot": ["momentum=0.97", "head_bottleneck=64"],
-    "sdmp": ["momentum=0.97", "frozen_patch_embed=false"],
-    "regioncl": ["momentum=0.97"],
+SETTINGS: dict[str, dict[str, Any]] = {
+    "patchmix": {"momentum": 0.97},
+    "mocov3": {"momentum": 0.97, "frozen_patch_embed": False},
+    "simclr": {},
+    "byol": {"momentum": 0.97},
+    "swav": {"prototypes": 100, "epsilon": 0.03},  # 0.05 ends at chance, as its authors warn
+    "dino": {"momentum": 0.97, "head_bottleneck": 64},
+    "ibot": {"momentum": 0.97, "head_bottleneck": 64},
+    "sdmp": {"momentum": 0.97, "frozen_patch_embed": False},
+    "regioncl": {"momentum": 0.97},
 }
 
 
-def configuration(name: str, *settings: str, epochs: float) -> Config:
-    own = ["head_hidden=256", f"head_out={256 if name in ('dino', 'ibot') else 64}", *SETTINGS[name]]
-    return override(demo(epochs=epochs), [f"method.name={name}", *(f"method.{s}" for s in own), *settings])
+def configuration(name: str, *, epochs: float, **settings: Any) -> Config:
+    heads = {"head_hidden": 256, "head_out": 256 if name in ("dino", "ibot") else 64}
+    return demo(epochs=epochs).replace(method=name, **heads, **SETTINGS[name], **settings)
 
 
 def run(config: Config, source: InMemorySource, folder: Path, evaluators: Any = ()) -> list[dict[str, Any]]:
@@ -69,30 +76,26 @@ def run(config: Config, source: InMemorySource, folder: Path, evaluators: Any = 
 
 @pytest.mark.parametrize("name", build.METHODS)
 def test_a_few_steps_with_local_crops(name: str, tmp_path: Path) -> None:
-    tiny = ["model.dim=24", "model.depth=1", "model.heads=2", "train.batch_size=16", "runtime.workers=0"]
-    crops = ["views.local_crops=2", "views.local_size=16", "runtime.log_every=1", "optim.clip_grad=3"]
-    rows = run(configuration(name, *tiny, *crops, epochs=2), shapes_source("train", 48), tmp_path)
+    tiny = {"dim": 24, "depth": 1, "heads": 2, "batch_size": 16, "workers": 0}
+    crops = {"local_crops": 2, "local_size": 16, "log_every": 1, "clip_grad": 3}
+    rows = run(configuration(name, **tiny, **crops, epochs=2), shapes_source("train", 48), tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["loss"] == row["loss"] and abs(row["loss"]) < 100 for row in rows)
     assert len({row["loss"] for row in rows}) == 6
 
 
 def test_another_method_starts_from_its_own_defaults() -> None:
-    config = override(demo(), ["method.name=simclr", "method.head_out=32"])
-    assert config.method.options == {"head_out": 32}
-    same = override(demo(), ["method.name=patchmix"]).method.options
-    assert build.method_options("patchmix", same) == build.method_options("patchmix", demo().method.options)
+    assert demo().replace(method="simclr", head_out=32).method.options == SimCLROptions(head_out=32)
+    assert demo().replace(method="patchmix").method.options == demo().method.options
 
 
 @pytest.mark.parametrize("name", build.METHODS)
 def test_every_option_can_be_set_by_name(name: str) -> None:
-    for option in build.option_help(name):
-        key, _, default = option.partition("=")
-        text = default.replace("(", "[").replace(")", "]")
-        config = override(demo(), [f"method.name={name}", f"method.{key}={text}"])
-        build.method_options(name, config.method.options)
-    with pytest.raises(ValueError, match="unknown option of method"):
-        build.method_options(name, {"temprature": 0.1})
+    config = demo().replace(method=name)
+    for key, default in dataclasses.asdict(config.method.options).items():
+        assert config.replace(**{key: default}) == config
+    with pytest.raises(ValueError, match="unknown setting 'head_hiden'; did you mean 'head_hidden'"):
+        config.replace(head_hiden=1)
 
 
 def textures(length: int, seed: int) -> InMemorySource:
@@ -122,16 +125,16 @@ def textures(length: int, seed: int) -> InMemorySource:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", build.METHODS)
 def test_beats_the_random_encoder_on_textures(name: str, tmp_path: Path) -> None:
-    small = ["model.dim=48", "model.depth=2", "model.heads=2", "train.batch_size=64", "runtime.workers=0"]
-    grey = ["views.area=[0.4, 1.0]", "views.blur=[0, 0]", "views.hue=0", "views.saturation=0"]
-    config = configuration(name, *small, *grey, "optim.base_lr=4e-3", epochs=16)
+    small = {"dim": 48, "depth": 2, "heads": 2, "batch_size": 64, "workers": 0}
+    gray = {"area": (0.4, 1.0), "blur": (0, 0), "hue": 0, "saturation": 0}
+    config = configuration(name, **small, **gray, base_lr=4e-3, epochs=16)
     beats_the_random_encoder(config, textures(800, seed=1), textures(400, seed=2), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", build.METHODS)
 def test_beats_the_random_encoder_on_shapes(name: str, tmp_path: Path) -> None:
-    config = configuration(name, *ON_SHAPES.get(name, []), epochs=STEPS * 64 / 4000)
+    config = configuration(name, **ON_SHAPES.get(name, {}), epochs=STEPS * 64 / 4000)
     beats_the_random_encoder(config, shapes_source("train", 4000), shapes_source("test", 1000), tmp_path)
 
 

@@ -13,7 +13,7 @@ from patchmix.study import bench
 from patchmix.study.bench import Gemm, Phases, Spread, in_turns, peak_bytes, ratio, reset_peak, resident_bytes
 
 CPU = torch.device("cpu")
-SMALL = ["model.dim=24", "model.depth=1", "model.heads=2", "method.head_hidden=32", "method.head_out=16"]
+SMALL = ["--dim", "24", "--depth", "1", "--heads", "2", "--head-hidden", "32", "--head-out", "16"]
 
 
 def test_measures_take_turns_and_the_warm_up_is_dropped() -> None:
@@ -59,9 +59,8 @@ def test_the_rate_of_products_is_that_of_the_best(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("method", ["patchmix", "simclr"])
 def test_the_command_measures_a_model(method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = [part for s in (SMALL if method == "patchmix" else SMALL[:3]) for part in ("--set", s)]
-    common = ["bench", "--data", "shapes:32", "--recipe", "demo", "--method", method, "--batch-size", "8"]
-    main([*common, "--workers", "0", "--steps", "1", "--json", *settings])
+    common = ["bench", "shapes:32", "--recipe", "demo", "--method", method, "--batch-size", "8"]
+    main([*common, "--workers", "0", "--steps", "1", "--json", *SMALL])
     summary = json.loads(capsys.readouterr().out)
     assert summary["batch_size"] == 8
     assert summary["images_per_second"] == pytest.approx(8 / summary["step_seconds"]["median"])
@@ -74,9 +73,8 @@ def test_the_command_measures_a_model(method: str, capsys: pytest.CaptureFixture
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler: install g++")
 def test_the_time_of_compiling_is_reported_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = [part for s in SMALL for part in ("--set", s)]
-    common = ["bench", "--data", "shapes:32", "--recipe", "demo", "--batch-size", "8", "--workers", "0"]
-    main([*common, "--steps", "2", "--json", "--compile", *settings])
+    common = ["bench", "shapes:32", "--recipe", "demo", "--batch-size", "8", "--workers", "0"]
+    main([*common, "--steps", "2", "--json", "--compile", *SMALL])
     summary = json.loads(capsys.readouterr().out)
     assert summary["compiling_seconds"] > summary["step_seconds"]["high"]
     assert "keys" not in summary["phases"] and {"forward", "backward"} <= set(summary["phases"])

@@ -3,18 +3,19 @@ from __future__ import annotations
 import dataclasses
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from patchmix.config import Config, override, to_yaml
+from patchmix.config import Config, to_yaml
 from patchmix.evaluate.results import Result, append_result
-from patchmix.recipes import find_recipe
+from patchmix.recipes import RECIPES
 from patchmix.study.compare import compare, paper_row, print_comparison
 
 
 def paper_config(data: str = "cifar10", epochs: float = 800.0, model: str = "vit_tiny_patch2_32") -> Config:
-    config = find_recipe("paper")(model, epochs=epochs)
+    config = RECIPES["paper"](model, epochs=epochs)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, path=data))
 
 
@@ -53,20 +54,20 @@ def test_results_stand_beside_the_papers_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        "train.epochs=10",
-        "optim.base_lr=1e-3",
-        "method.num_mix=2",
-        "model.heads=6",
-        "train.batch_size=256",
-        "recipe=demo",
+        {"epochs": 200},
+        {"base_lr": 1e-3},
+        {"num_mix": 2},
+        {"heads": 6},
+        {"batch_size": 256},
+        {"recipe": "demo"},
     ],
 )
-def test_another_training_has_no_number_of_the_papers(settings: str) -> None:
-    assert paper_row(override(paper_config(), [settings]), "cifar10") is None
+def test_another_training_has_no_number_of_the_papers(settings: dict[str, Any]) -> None:
+    assert paper_row(paper_config().replace(**settings), "cifar10") is None
 
 
 def test_what_does_not_change_the_training_may_differ() -> None:
-    config = override(paper_config("sets/cifar10"), ["train.seed=7", "runtime.workers=9", "train.accumulate=2"])
+    config = paper_config("sets/cifar10").replace(seed=7, workers=9, accumulate=2)
     row = paper_row(config, "cifar10")
     assert row is not None and row.knn == 92.9
     assert paper_row(config, "cifar100") is None  # trained on one set and judged on another

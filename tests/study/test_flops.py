@@ -10,6 +10,7 @@ from rich.console import Console
 from patchmix.build import METHODS as REGISTERED
 from patchmix.build import build_weightless
 from patchmix.cli import main
+from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import create_encoder
 from patchmix.study.flops import (
     METHODS,
@@ -113,7 +114,9 @@ def small(method: str) -> tuple[Any, Sizes]:
         options["frozen_patch_embed"] = False
     if method == "ibot":
         options |= {"mask_probability": 1.0, "mask_ratio": (0.15, 0.15)}
-    return REGISTERED[method](encoder, **options).train(), Sizes(32, 2, 48, 2, head_hidden=32, head_out=16)
+    return REGISTERED[method](encoder, METHOD_OPTIONS[method](**options)).train(), Sizes(
+        32, 2, 48, 2, head_hidden=32, head_out=16
+    )
 
 
 HEADS_OF_SIZES = ("patchmix", "mocov3", "sdmp", "regioncl")
@@ -154,7 +157,7 @@ def test_the_closed_form_follows_the_methods_options(method: str) -> None:
     torch.manual_seed(0)
     frozen = {"frozen_patch_embed": False} if method in ("mocov3", "sdmp") else {}
     encoder = create_encoder("vit_tiny_patch4_32", dim=48, depth=2, heads=2)
-    built = REGISTERED[method](encoder, **options, **frozen).train()
+    built = REGISTERED[method](encoder, METHOD_OPTIONS[method](**options, **frozen)).train()
     counted = count_flops(built, [torch.randn(2, 3, 32, 32) for _ in range(2)]).total
     as_it_runs: dict[str, Any] = {"batch": 2, "attention": True, "class_token": True}
     assert method_flops(method, Sizes(32, 4, 48, 2), options=options, **as_it_runs) == pytest.approx(counted, rel=0.02)

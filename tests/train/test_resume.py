@@ -21,10 +21,10 @@ from patchmix.train.log import read_metrics
 EPOCHS, STEPS = 2, 32  # 512 images in batches of 32
 TINY = [
     *("--recipe", "demo", "--model", "vit_tiny_patch8_32", "--epochs", str(EPOCHS), "--batch-size", "32"),
-    *("--set", "model.dim=24", "--set", "model.depth=2", "--set", "model.drop_path=0.2"),
-    *("--set", "method.head_hidden=32", "--set", "method.head_out=16", "--set", "method.num_mix=[2,3]"),
-    *("--set", "runtime.monitor_bank=64", "--set", "runtime.monitor_queries=32", "--set", "runtime.monitor_every=1"),
-    *("--set", "runtime.log_every=1", "--set", "runtime.checkpoint_epochs=0.25"),
+    *("--dim", "24", "--depth", "2", "--drop-path", "0.2"),
+    *("--head-hidden", "32", "--head-out", "16", "--num-mix", "2", "3"),
+    *("--monitor-bank", "64", "--monitor-queries", "32", "--monitor-every", "1"),
+    *("--log-every", "1", "--checkpoint-epochs", "0.25"),
 ]
 
 
@@ -92,7 +92,7 @@ def test_kill_and_resume(undisturbed: Path, tmp_path: Path, kill_at: int, worker
 
 def test_views_on_the_device_resume_exactly(undisturbed: Path, tmp_path: Path) -> None:
     alone, out = tmp_path / "alone", tmp_path / "run"
-    device = [*TINY, "--views", "device", "--set", "runtime.keep_checkpoints=9"]
+    device = [*TINY, "--views", "device", "--keep-checkpoints", "9"]
     main(["pretrain", "shapes:512", "--out", str(alone), *device, "--workers", "0"])
     assert Run(alone).config.runtime.views == "device"
     assert 0 < abs(losses(alone)[0][1] - losses(undisturbed)[0][1]) < 0.01  # the same views, but for rounding
@@ -126,7 +126,7 @@ def test_refusals(undisturbed: Path, tmp_path: Path) -> None:
     assert again.returncode == 2
     assert "already holds a run; continue it with --resume auto" in output
 
-    changed = start(undisturbed, "--workers", "0", "--resume", "auto", "--set", "optim.base_lr=0.5")
+    changed = start(undisturbed, "--workers", "0", "--resume", "auto", "--base-lr", "0.5")
     output, _ = changed.communicate(timeout=60)
     assert changed.returncode == 2
     assert "optim.base_lr: 0.004 → 0.5" in output

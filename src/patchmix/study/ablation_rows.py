@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from patchmix.config import check_known
 
@@ -17,13 +17,13 @@ TITLES: dict[str, str] = {
     "method": "Methods side by side",
 }
 TERMS = ("oto", "mto", "mtm")  # origin-to-origin, mix-to-origin, mix-to-mix: the order of method.weights
-# What a row decides by itself, so that --set can't.
-DECIDED: dict[str, tuple[str, ...]] = {
-    "mix": ("method.mix",),
-    "num-mix": ("method.num_mix", "method.mix"),
+# The settings that an ablation varies: a user can't set them for all rows.
+VARIED: dict[str, tuple[str, ...]] = {
+    "mix": ("mix",),
+    "num-mix": ("num_mix", "mix"),
     "terms": (),
-    "epochs": ("train.epochs", "train.budget_minutes"),
-    "method": ("method.name",),
+    "epochs": (),
+    "method": ("method",),
 }
 
 Paper = dict[str, tuple[float | None, float | None]]  # data → linear, kNN in %; None: it did not converge
@@ -34,7 +34,7 @@ class AblationRow:
     """One line of a table. What it does not say is the same in all lines."""
 
     name: str
-    settings: tuple[str, ...] = ()  # as --set takes them
+    settings: Mapping[str, Any] = field(default_factory=dict)
     method: str | None = None  # None: the recipe's
     terms: tuple[str, ...] | None = None  # those of the loss that count; None: all
     length: float = 1.0  # share of the longest training
@@ -50,21 +50,21 @@ _BASELINE, _FULL = _paper(89.8, 88.2, 66.0, 61.2), _paper(96.0, 94.6, 78.7, 75.4
 # Table "mix". Its baseline has the numbers of M = 1 in Table "num_mix": images that are mixed with nothing. Mixup and
 # CutMix alone are ours; the paper has the two together.
 MIX = (
-    AblationRow("baseline", ("method.mix=patchmix", "method.num_mix=1"), paper=_BASELINE),
-    AblationRow("mixup", ("method.mix=mixup",)),
-    AblationRow("cutmix", ("method.mix=cutmix",)),
-    AblationRow("cutmix+mixup", ("method.mix=cutmix+mixup",), paper=_paper(90.6, 88.7, 66.8, 62.3)),
-    AblationRow("regionswap", ("method.mix=regionswap",), paper=_paper(92.1, 91.3, 70.4, 64.2)),
-    AblationRow("resizemix", ("method.mix=resizemix",), paper=_paper(94.2, 92.1, 77.1, 66.7)),
-    AblationRow("patchmix", ("method.mix=patchmix",), paper=_FULL),
+    AblationRow("baseline", {"mix": "patchmix", "num_mix": 1}, paper=_BASELINE),
+    AblationRow("mixup", {"mix": "mixup"}),
+    AblationRow("cutmix", {"mix": "cutmix"}),
+    AblationRow("cutmix+mixup", {"mix": "cutmix+mixup"}, paper=_paper(90.6, 88.7, 66.8, 62.3)),
+    AblationRow("regionswap", {"mix": "regionswap"}, paper=_paper(92.1, 91.3, 70.4, 64.2)),
+    AblationRow("resizemix", {"mix": "resizemix"}, paper=_paper(94.2, 92.1, 77.1, 66.7)),
+    AblationRow("patchmix", {"mix": "patchmix"}, paper=_FULL),
 )
 
 # Table "num_mix".
 NUM_MIX = (
-    AblationRow("m1", ("method.num_mix=1",), paper=_BASELINE),
-    AblationRow("m2", ("method.num_mix=2",), paper=_paper(95.6, 94.3, 77.6, 71.1)),
-    AblationRow("m3", ("method.num_mix=3",), paper=_FULL),
-    AblationRow("m4", ("method.num_mix=4",), paper=_paper(95.7, 94.3, 75.2, 70.9)),
+    AblationRow("m1", {"num_mix": 1}, paper=_BASELINE),
+    AblationRow("m2", {"num_mix": 2}, paper=_paper(95.6, 94.3, 77.6, 71.1)),
+    AblationRow("m3", {"num_mix": 3}, paper=_FULL),
+    AblationRow("m4", {"num_mix": 4}, paper=_paper(95.7, 94.3, 75.2, 70.9)),
 )
 
 # Table "loss".
@@ -114,45 +114,6 @@ def choose_rows(rows: Sequence[AblationRow], names: Sequence[str]) -> tuple[Abla
     return tuple(row for row in rows if not names or row.name in names)
 
 
-def masked_weights(weights: Sequence[float], terms: Sequence[str]) -> list[float]:
+def masked_weights(weights: Sequence[float], terms: Sequence[str]) -> tuple[float, ...]:
     """The weights of the terms that count, 0 for the others."""
-    return [weight if term in terms else 0.0 for term, weight in zip(TERMS, weights, strict=True)]
-
-
-# -------------------------------------------------------------------------------------------------------- settings
-
-
-def key_of(setting: str) -> str:
-    """What a setting sets: `method.num_mix` of `method.num_mix=3` and of `method.options.num_mix=3`."""
-    return setting.partition("=")[0].strip().replace("method.options.", "method.", 1)
-
-
-def option_of(setting: str) -> str | None:
-    """The method's option that a setting sets; None where it sets something else."""
-    section, _, option = key_of(setting).partition(".")
-    return option if section == "method" and option not in ("name", "options") else None
-
-
-def check_settings(ablation: str, settings: Sequence[str], rows: Sequence[AblationRow]) -> None:
-    """A ValueError for settings that the rows or the seeds decide, and for a row's prefix that no row has."""
-    for setting in settings:
-        row, colon, rest = setting.partition("=")[0].rpartition(":")
-        if colon:
-            check_known(row, [r.name for r in rows], "row")
-        key = key_of(rest)
-        if key in DECIDED[ablation]:
-            raise ValueError(f"--set {setting!r}: {key} is what ablation {ablation!r} decides; choose rows with --rows")
-        if key == "train.seed":
-            raise ValueError(f"--set {setting!r}: every row is trained for each of --seeds; give the seed there")
-
-
-def settings_for(row: AblationRow, settings: Sequence[str]) -> list[str]:
-    """Those without a prefix, then those for this row alone (`dino:optim.clip_grad=3`), prefix removed."""
-    common, own = [], []
-    for setting in settings:
-        name, colon, _ = setting.partition("=")[0].rpartition(":")
-        if not colon:
-            common.append(setting)
-        elif name == row.name:
-            own.append(setting[len(name) + 1 :])
-    return common + own
+    return tuple(weight if term in terms else 0.0 for term, weight in zip(TERMS, weights, strict=True))

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from patchmix.config import Config, differences, from_yaml
 from patchmix.evaluate.results import FILE, Result, read_results
-from patchmix.recipes import PAPER_ROWS, PaperRow, find_recipe
+from patchmix.recipes import PAPER_ROWS, RECIPES, PaperRow
 
 PROTOCOLS = {
     "knn": "kNN",
@@ -37,7 +37,7 @@ class Row:
     weights: str | None
     results: dict[str, Result] = field(default_factory=dict)  # by protocol, the latest of each
     paper: PaperRow | None = None
-    budget_minutes: float | None = None  # of a run that was given time instead of epochs
+    budget: str | None = None  # of a run that was given time instead of epochs
 
     def paper_accuracy(self, protocol: str) -> float | None:
         """What the paper reports, in 0…1, where its training and this one are the same."""
@@ -84,15 +84,15 @@ def _row(folder: Path, config: Config | None, data: str | None, weights: str | N
         weights=weights,
         results=results,
         paper=None if config is None or data is None else paper_row(config, data),
-        budget_minutes=None if config is None else config.train.budget_minutes,
+        budget=None if config is None else config.train.budget,
     )
 
 
 def paper_row(config: Config, data: str) -> PaperRow | None:
     """The row of the paper's tables that this training, evaluated on `data`, reproduces; None where it is another."""
-    if config.recipe != "paper" or config.train.budget_minutes is not None:
+    if config.recipe != "paper" or config.train.budget is not None:
         return None
-    plain = find_recipe("paper")(config.model.name, epochs=config.train.epochs)
+    plain = RECIPES["paper"](config.model.name, epochs=config.train.epochs)
     if any(not change.startswith(_FREE) for change in differences(plain, config)):
         return None
     for row in PAPER_ROWS:
@@ -134,8 +134,8 @@ def print_comparison(rows: Sequence[Row], console: Console | None = None) -> Non
 
 
 def _length(row: Row) -> str | None:
-    if row.budget_minutes is not None:
-        return f"{row.budget_minutes:g} min"
+    if row.budget is not None:
+        return row.budget
     return None if row.epochs is None else f"{row.epochs:g} epochs"
 
 

@@ -51,7 +51,7 @@ def step_flops_per_image(config: Config) -> int | None:
             dataclasses.replace(
                 sizes, dim=model.dim or sizes.dim, depth=model.depth or sizes.depth, in_chans=model.in_chans
             ),
-            options=config.method.options,
+            options=dataclasses.asdict(config.method.options),
             batch=1,
             attention=True,
             class_token=True,

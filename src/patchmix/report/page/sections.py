@@ -67,8 +67,8 @@ def plain_command(record: Record) -> str:
         "--batch-size": record.setting("train", "batch_size"),
         "--seed": record.setting("train", "seed"),
     }
-    minutes, epochs = record.setting("train", "budget_minutes"), record.setting("train", "epochs")
-    options |= {"--budget": f"{minutes:g}min"} if minutes else {"--epochs": None if epochs is None else f"{epochs:g}"}
+    budget, epochs = record.setting("train", "budget"), record.setting("train", "epochs")
+    options |= {"--budget": budget} if budget else {"--epochs": None if epochs is None else f"{epochs:g}"}
     for option, value in options.items():
         words += [] if value is None else [option, str(value)]
     return shlex.join(words)

@@ -1,0 +1,234 @@
+"""Adapters from the verbs' settings to functions that still take their arguments one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from patchmix import distributed
+from patchmix import settings as s
+
+
+def results_folder(weights: str, out: Path | None) -> Path | None:
+    return out or (Path(weights) if Path(weights).is_dir() else None)
+
+
+def _rest(settings: Any, *without: str) -> dict[str, Any]:
+    return {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name not in without}
+
+
+def knn(settings: s.Knn) -> Any:
+    from patchmix.evaluate.knn import evaluate_knn
+    from patchmix.interop.loading import load_backbone
+
+    file = load_backbone(settings.weights, encoder=settings.encoder)
+    options = _rest(settings, "weights", "data", "encoder", "k", "out")
+    out = results_folder(settings.weights, settings.out)
+    return evaluate_knn(file, settings.data, ks=settings.k or None, out=out, **options)
+
+
+def linear(settings: s.Linear) -> Any:
+    from patchmix.evaluate.linear import evaluate_linear
+    from patchmix.interop.loading import load_backbone
+
+    file = load_backbone(settings.weights, encoder=settings.encoder)
+    out = results_folder(settings.weights, settings.out)
+    return evaluate_linear(file, settings.data, out=out, **_rest(settings, "weights", "data", "encoder", "out"))
+
+
+def finetune(settings: s.Finetune) -> Any:
+    from patchmix.evaluate.finetune import FinetuneSettings, evaluate_finetune
+    from patchmix.interop.loading import load_backbone
+
+    names = {f.name for f in dataclasses.fields(FinetuneSettings)}
+    own = FinetuneSettings(**{n: v for n, v in _rest(settings).items() if n in names})
+    file = load_backbone(settings.weights, encoder=settings.encoder)
+    out = results_folder(settings.weights, settings.out)
+    options = {name: getattr(settings, name) for name in ("resize", "device", "workers")}
+    return evaluate_finetune(file, settings.data, settings=own, out=out, **options)
+
+
+def embed(settings: s.Embed) -> None:
+    from patchmix.evaluate.embed import embed
+    from patchmix.interop.loading import load_backbone
+
+    file = load_backbone(settings.weights, encoder=settings.encoder)
+    for path in embed(file, settings.data, settings.out, **_rest(settings, "weights", "data", "encoder", "out")):
+        print(f"wrote {path}")
+
+
+def detect(settings: s.Detect) -> None:
+    from patchmix.evaluate import detection
+    from patchmix.interop.loading import load_backbone
+
+    weights, out, data = settings.weights, settings.out, settings.data
+    if settings.predict:
+        distributed.check_alone("patchmix detect --predict")
+        drawn = out or Path("predictions")
+        options = {"threshold": settings.threshold, "device": settings.device}
+        for path in detection.predict(weights, settings.predict, drawn, **options):
+            print(f"wrote {path}")
+        return
+    if data is None:
+        raise ValueError("--data is missing; give a COCO folder, or --predict IMAGE to draw on images")
+    layout = ("val", "val_images", "val_annotations", "device", "workers", "pictures")
+    if settings.eval_only:
+        result = detection.evaluate_only(weights, data, out, **{n: getattr(settings, n) for n in layout})
+    else:
+        folder = out if weights == "scratch" else results_folder(weights, out)
+        if folder is None:
+            raise ValueError(f"--out is missing; {weights} has no folder of its own for the results")
+        names = {f.name for f in dataclasses.fields(detection.DetectSettings)}
+        own = detection.DetectSettings(**{n: v for n, v in _rest(settings).items() if n in names})
+        layout = (*layout, "model", "start", "train", "train_images", "train_annotations")
+        file = None if weights == "scratch" else load_backbone(weights, encoder=settings.encoder)
+        result = detection.detect(file, data, folder, own, **{n: getattr(settings, n) for n in layout})
+    if distributed.is_main():
+        detection.print_detection(result)
+
+
+def compare(settings: s.Compare) -> None:
+    from patchmix.study.compare import compare, print_comparison
+
+    print_comparison(compare(settings.runs))
+
+
+def shards(settings: s.Shards) -> None:
+    from patchmix.data.write_shards import write_shards
+
+    for done in write_shards(settings.data, settings.out, **_rest(settings, "data", "out")):
+        print(f"{done.split}: {done.samples:,} images in {done.shards:,} shards, {done.bytes / 1e6:,.1f} MB, checked")
+        for text in done.left_out[:5]:
+            print(f"  left out: {text}")
+        if len(done.left_out) > 5:
+            print(f"  left out: {len(done.left_out) - 5} more")
+
+
+def _queries(query: tuple[str, ...]) -> list[int | str] | None:
+    return [int(one) if one.isdecimal() else one for one in query] or None
+
+
+def show_mix(settings: s.ShowMix) -> None:
+    from patchmix.mixing import create_mix
+    from patchmix.report.pictures import show_mix
+
+    other = None if settings.mix == "patchmix" else create_mix(settings.mix, patch_size=settings.patch_size)
+    show_mix(settings.data, settings.out, mix=other, **_rest(settings, "data", "out", "mix"))
+
+
+def show_curves(settings: s.ShowCurves) -> None:
+    from patchmix.report.pictures import show_curves
+    from patchmix.study.reporting import facts_of
+
+    costs = [facts_of(r).flops_per_image or 0.0 for r in settings.runs] if settings.axis == "flops" else None
+    show_curves(settings.runs, settings.out, axis=settings.axis, smoothing=settings.smoothing, flops_per_image=costs)
+
+
+def show_similarity(settings: s.ShowSimilarity) -> None:
+    from patchmix.report.pictures import show_similarity
+
+    rest = _rest(settings, "runs", "data", "out", "query", "key")
+    show_similarity(
+        settings.runs,
+        settings.data,
+        settings.out,
+        query=_queries(settings.query),
+        keys=settings.key or None,
+        **rest,
+    )
+
+
+def show_attention(settings: s.ShowAttention) -> None:
+    from patchmix.report.pictures import show_attention
+
+    if (settings.data is None) == (not settings.image):
+        raise ValueError("give either --data DATA or --image FILE …")
+    images = len(settings.image) or settings.images
+    rest = {name: getattr(settings, name) for name in ("block", "size", "device")}
+    positions = settings.position or None
+    source = settings.data or settings.image
+    show_attention(settings.runs, source, settings.out, images=images, positions=positions, **rest)
+
+
+def show_neighbors(settings: s.ShowNeighbors) -> None:
+    from patchmix.report.pictures import show_neighbours
+
+    rest = _rest(settings, "runs", "data", "out", "query")
+    show_neighbours(settings.runs, settings.data, settings.out, query=_queries(settings.query), **rest)
+
+
+def show_map(settings: s.ShowMap) -> None:
+    from patchmix.report.pictures import show_map
+
+    show_map(settings.runs, settings.data, settings.out, images=settings.images, device=settings.device)
+
+
+def report(settings: s.Report) -> None:
+    from patchmix.study.reporting import report_runs
+
+    report_runs(settings.runs, settings.out, **_rest(settings, "runs", "out"))
+
+
+def recipes(settings: s.Recipes) -> None:
+    from patchmix.study.recipe_table import print_recipes
+
+    print_recipes()
+
+
+def flops(settings: s.Flops) -> None:
+    from patchmix.study.flops import FlopsRow, print_flops
+
+    def weightless(row: FlopsRow) -> Any:
+        from patchmix.build import build_weightless
+
+        crops = {"local_crops": row.local_crops, "local_size": row.local_size}
+        return build_weightless(row.method, row.model, batch=settings.batch, image_size=settings.image_size, **crops)
+
+    rest = _rest(settings, "method", "model", "count")
+    print_flops(settings.method, settings.model, build=weightless if settings.count else None, **rest)
+
+
+def bench(settings: s.Bench) -> None:
+    from timm.models.vision_transformer import VisionTransformer
+
+    from patchmix import build
+    from patchmix.device import resolve_device
+    from patchmix.interop.backbone import Architecture
+    from patchmix.study.bench import measure_speed, print_speed
+    from patchmix.study.flops import METHODS, Sizes, method_flops
+    from patchmix.train.allocator import keep_freed_memory, return_freed_memory
+
+    config = settings.run
+    target = resolve_device(config.runtime.device)
+    if target.type == "cpu":
+        (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
+    source = build.build_source(config)
+    made = build.build_method(config).to(target).train()
+    encoder = made.encoder
+    assert isinstance(encoder, VisionTransformer)
+    shape = Architecture.of(config.model.name, encoder)
+    loader = build.build_loader(config, source, shape.image_size, pin_memory=target.type == "cuda")
+    flops = None
+    if config.method.name in METHODS:
+        options = dataclasses.asdict(config.method.options)
+        heads = {key: options[key] for key in ("head_hidden", "head_out") if key in options}
+        sizes = Sizes(
+            shape.image_size, shape.patch_size, encoder.embed_dim, len(encoder.blocks), config.model.in_chans, **heads
+        )
+        crops = {"local_crops": config.views.local_crops, "local_size": config.views.local_size}
+        flops = method_flops(config.method.name, sizes, batch=loader.micro_batch_size, attention=True, **crops)
+    speed = measure_speed(
+        made,
+        loader.batches(),
+        build.build_prepare(views=config.views, in_chans=config.model.in_chans),
+        build.build_plan(config, loader.steps_per_epoch, target),
+        device=target,
+        flops=flops,
+        steps=settings.steps,
+    )
+    if settings.as_json:
+        print(json.dumps(dataclasses.asdict(speed), indent=1))
+    else:
+        print_speed(speed, f"{config.method.name}, {config.model.name}")
