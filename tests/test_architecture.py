@@ -42,11 +42,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }
 MAY_IMPORT["build"] = set(MAY_IMPORT) - {"report"}
+MAY_IMPORT["verbs"] = set(MAY_IMPORT)
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["ablate"] = set(MAY_IMPORT)
 MAY_IMPORT["demo"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
-MAY_IMPORT["verbs"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = {"mixing", "interop", "run", "cli"}
 

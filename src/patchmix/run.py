@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from patchmix import build, distributed
-from patchmix.config import Config, differences, from_dict, from_yaml, to_dict, to_yaml
+from patchmix.config import Config, differences, from_dict, from_yaml, to_dict, to_yaml, validate
 from patchmix.data.contract import Source
 from patchmix.device import resolve_device
 from patchmix.evaluate.results import Result
@@ -21,13 +21,16 @@ from patchmix.files import remove_unfinished, write_text
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.method import Method
-from patchmix.settings import Pretrain
+from patchmix.settings import Finetune, Knn, Linear, Pretrain
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import RunLog
 from patchmix.train.loop import build_optimizer, train
 from patchmix.train.monitor import collapse_warning
 from patchmix.train.watch import NonFiniteLoss
+from patchmix.verbs import finetune, knn, linear
+
+S = TypeVar("S")
 
 
 class Run:
@@ -60,21 +63,18 @@ class Run:
 
     def knn(self, data: str | Path, **settings: Any) -> Result:
         """`patchmix.knn` of this run; the result is also added to its results.jsonl."""
-        return self._evaluate("knn", data, settings)
+        return cast(Result, knn(self._settings(Knn, data, settings)))
 
     def linear(self, data: str | Path, **settings: Any) -> Result:
         """`patchmix.linear` of this run."""
-        return self._evaluate("linear", data, settings)
+        return cast(Result, linear(self._settings(Linear, data, settings)))
 
     def finetune(self, data: str | Path, **settings: Any) -> Result:
         """`patchmix.finetune` of this run."""
-        return self._evaluate("finetune", data, settings)
+        return cast(Result, finetune(self._settings(Finetune, data, settings)))
 
-    def _evaluate(self, verb: str, data: str | Path, settings: dict[str, Any]) -> Result:
-        from patchmix.cli import python_function
-
-        result: Result = python_function(verb)(str(self.path), data=str(data), **settings)
-        return result
+    def _settings(self, cls: type[S], data: str | Path, settings: dict[str, Any]) -> S:
+        return validate(cls, {"weights": str(self.path), "data": str(data), **settings})
 
 
 def run_pretrain(settings: Pretrain) -> Run:
