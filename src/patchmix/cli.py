@@ -33,7 +33,7 @@ class Verb:
 _RESULT = "patchmix.evaluate.results:print_result"
 VERBS = {
     "pretrain": Verb(s.Pretrain, "patchmix.run:run_pretrain", compute=True),
-    "shards": Verb(s.Shards, "patchmix.verbs:shards", alone=True),
+    "shards": Verb(s.Shards, "patchmix.data.write_shards:shards", alone=True),
     "knn": Verb(s.Knn, "patchmix.verbs:knn", _RESULT, compute=True),
     "linear": Verb(s.Linear, "patchmix.verbs:linear", _RESULT, compute=True),
     "finetune": Verb(s.Finetune, "patchmix.verbs:finetune", _RESULT, compute=True),

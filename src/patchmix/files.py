@@ -1,4 +1,4 @@
-"""Files that are the old one or the new one, never half of one."""
+"""Files that are the old one or the new one, never half of one; and the cache folders."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import filecmp
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from filelock import FileLock
 
 UNFINISHED = ".unfinished"  # how the names of files end that are not complete yet
 
@@ -19,9 +21,8 @@ def _umask() -> int:
     return mask
 
 
-_MODE = (
-    0o666 & ~_umask()
-)  # asked for once, before there are threads: a temporary file is 0600, which colleagues can't read
+# Read once, before there are threads. A temporary file has 0600, which colleagues can't read.
+_MODE = 0o666 & ~_umask()
 
 
 def same_bytes(a: Path, b: Path) -> bool:
@@ -77,3 +78,29 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def cache_folder(kind: str) -> Path:
+    """$PATCHMIX_CACHE/KIND, else ~/.cache/patchmix/KIND. It may be deleted at any time."""
+    return Path(os.environ.get("PATCHMIX_CACHE") or "~/.cache/patchmix").expanduser() / kind
+
+
+def prune(folder: Path, limit: int, *, keep: Path | None = None) -> None:
+    """Removes the files below `folder` that were used longest ago, but never `keep`, down to `limit` bytes in all.
+
+    Hidden files are neither counted nor removed. One process at a time does this: two would remove too much.
+    """
+    with FileLock(folder / ".prune.lock"):
+        files = []
+        for path in folder.rglob("[!.]*"):
+            with suppress(FileNotFoundError):
+                if path.is_file():
+                    status = path.stat()
+                    files.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if total <= limit:
+                break
+            if path != keep:
+                path.unlink(missing_ok=True)
+                total -= size

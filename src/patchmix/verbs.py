@@ -95,17 +95,6 @@ def compare(settings: s.Compare) -> None:
     print_comparison(compare(settings.runs))
 
 
-def shards(settings: s.Shards) -> None:
-    from patchmix.data.write_shards import write_shards
-
-    for done in write_shards(settings.data, settings.out, **_rest(settings, "data", "out")):
-        print(f"{done.split}: {done.samples:,} images in {done.shards:,} shards, {done.bytes / 1e6:,.1f} MB, checked")
-        for text in done.left_out[:5]:
-            print(f"  left out: {text}")
-        if len(done.left_out) > 5:
-            print(f"  left out: {len(done.left_out) - 5} more")
-
-
 def _queries(query: tuple[str, ...]) -> list[int | str] | None:
     return [int(one) if one.isdecimal() else one for one in query] or None
 

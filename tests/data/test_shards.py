@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.streaming import stream, write_noise
-from patchmix.data import remote, shard_index
+from patchmix.data import shard_files
 from patchmix.data.decode import DecodeError
 from patchmix.data.loader import Loader, one_pass
-from patchmix.data.shard_index import ShardIndex
-from patchmix.data.shard_names import by_split, expand_braces
-from patchmix.data.shards import ShardSource
+from patchmix.data.shard_files import by_split, expand_braces
+from patchmix.data.shards import ShardIndex, ShardSource, scanned
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CenterCrop
 from patchmix.data.write_shards import write_shards
+from patchmix.settings import Shards
 from tests.data.test_parquet import png
 from tests.data.test_tar import archive
 
@@ -32,7 +32,7 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (60, 6, 5, 3), dtype=np.uint8
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "PAUSE", 0.0)
+    monkeypatch.setattr(shard_files, "PAUSE", 0.0)
     return tmp_path / "cache"
 
 
@@ -83,7 +83,7 @@ class TestReading:
             raise AssertionError("scanned again")
 
         with monkeypatch.context() as patch:
-            patch.setattr(shard_index, "scan", refuse)
+            patch.setattr(shard_files, "scan", refuse)
             assert opened(folder).fingerprint() == first.fingerprint()
         (folder / "part-002.tar").write_bytes(shard(20, 9))  # a changed one is
         assert len(opened(folder)) == 59
@@ -91,9 +91,9 @@ class TestReading:
     def test_an_index_is_used_unless_it_is_wrong(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        write_shards("shapes:40", tmp_path / "w", split="train", per_shard=10, progress=False)
+        write_shards(Shards("shapes:40", tmp_path / "w", split="train", per_shard=10), progress=False)
         with monkeypatch.context() as patch:
-            patch.setattr(shard_index, "scan", None)
+            patch.setattr(shard_files, "scan", None)
             source = opened(tmp_path / "w")
         assert source.classes is not None
         np.testing.assert_array_equal(opened(tmp_path / "w" / "train-000002.tar").load(3), source.load(23))
@@ -116,7 +116,7 @@ class TestReading:
         assert "10 of 60 samples" in capsys.readouterr().err
 
     def test_knn_data_is_that_of_the_original(self, tmp_path: Path) -> None:
-        write_shards("shapes:64", tmp_path / "w", split="train", per_shard=10, progress=False)
+        write_shards(Shards("shapes:64", tmp_path / "w", split="train", per_shard=10), progress=False)
         shards, original = opened(tmp_path / "w"), open_source("shapes:64")
         order = [int(shards.key(i).rpartition("/")[2][:9]) for i in range(64)]
         (a,) = one_pass(shards, CenterCrop(32), batch_size=64)
@@ -205,7 +205,7 @@ class TestDamage:
             path = Path(name) / "i.safetensors"
             (Path(name) / "a.tar").write_bytes(shard(0, 10))
             with (Path(name) / "a.tar").open("rb") as file:
-                shard_index.scanned(file, "a.tar").save(path)
+                scanned(file, "a.tar").save(path)
             data = bytearray(path.read_bytes())
             data[place % len(data)] ^= 1 << bit
             path.write_bytes(data)
@@ -237,7 +237,7 @@ class TestDamage:
     def test_an_index_that_points_outside_is_refused(self, array: str, value: int, tmp_path: Path) -> None:
         (tmp_path / "a.tar").write_bytes(shard(0, 10))
         with (tmp_path / "a.tar").open("rb") as file:
-            index = shard_index.scanned(file, "a.tar")
+            index = scanned(file, "a.tar")
         index.save(tmp_path / "right")
         assert len(ShardIndex.load(tmp_path / "right").offsets) == 10
         (index.names.ends if array == "name_ends" else getattr(index, array))[-1] = value
@@ -281,10 +281,6 @@ class TestNames:
             "test": ["d/val-0.tar"],
         }
         assert by_split(["s3://b/train/0.tar", "s3://b/validation/0.tar"])["test"] == ["s3://b/validation/0.tar"]
-        assert by_split(["pipe:cat x/test-0.tar", "pipe:aws s3 cp s3://b/train-0.tar -"]) == {
-            "train": ["pipe:aws s3 cp s3://b/train-0.tar -"],
-            "test": ["pipe:cat x/test-0.tar"],
-        }
         for name, first in (("train/a.tar", 0), ("val/a.tar", 10)):
             (tmp_path / "t" / name).parent.mkdir(parents=True)
             (tmp_path / "t" / name).write_bytes(shard(first, 10))

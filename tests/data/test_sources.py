@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from patchmix.data import sources
+from patchmix.data.contract import Source
 from patchmix.data.folder import FolderSource
-from patchmix.data.sources import InMemorySource, Source, has_split, open_source
+from patchmix.data.memory import InMemorySource
+from patchmix.data.sources import has_split, open_source
 
 Write = Callable[..., Path]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchmix.data import tar
-from patchmix.data.tar import Scan, scan
+from patchmix.data import shard_files
+from patchmix.data.shard_files import Scan, scan
 
 
 def archive(*members: tuple[str, bytes], form: int = tarfile.USTAR_FORMAT) -> bytes:
@@ -83,7 +83,7 @@ def test_hostile_members_are_skipped_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_member_that_is_too_large_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tar, "MAX_MEMBER", 10)
+    monkeypatch.setattr(shard_files, "MAX_MEMBER", 10)
     result = scanned(archive(("1.png", b"x" * 11), ("2.png", b"x" * 10)), tmp_path)
     assert [sample.image.name for sample in result.samples] == ["2.png"]
     assert sum(result.skipped.values()) == 1
@@ -116,15 +116,17 @@ def test_a_truncation_without_labels(tmp_path: Path) -> None:
         assert sum(result.skipped.values()) == 1
 
 
-def test_a_damaged_header_costs_its_member_only(tmp_path: Path) -> None:
+def test_samples_before_a_damaged_header_are_used(tmp_path: Path) -> None:
     data = bytearray(archive(*MEMBERS))
     third = scanned(bytes(data), tmp_path).samples[2].image
     data[third.offset - 512 + 10] ^= 0x40  # in its name: the checksum no longer fits
     result = scanned(bytes(data), tmp_path)
-    assert [sample.label for sample in result.samples] == [0, 1, 3, 4, 5]
-    assert result.skipped["damaged header"] == 1
+    assert [sample.label for sample in result.samples] == [0, 1]
+    assert result.damaged and result.skipped["damaged header"] == 1
     data[third.offset - 512 : third.offset] = bytes(512)  # one empty block is not the end
-    assert [sample.label for sample in scanned(bytes(data), tmp_path).samples] == [0, 1, 3, 4, 5]
+    result = scanned(bytes(data), tmp_path)
+    assert [sample.label for sample in result.samples] == [0, 1]
+    assert result.damaged and result.skipped["damaged header"] == 1
 
 
 @given(flips=st.lists(st.integers(0, 8 * 9000), max_size=20), junk=st.binary(max_size=600))

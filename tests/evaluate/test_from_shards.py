@@ -14,6 +14,7 @@ from patchmix.data.write_shards import write_shards
 from patchmix.evaluate.features import Part, Subset, extract
 from patchmix.evaluate.knn import evaluate_knn
 from patchmix.interop.backbone import Backbone
+from patchmix.settings import Shards
 from tests.evaluate.conftest import write_image
 
 
@@ -28,7 +29,7 @@ def labelled(tmp_path: Path) -> Path:
 
 
 def test_knn_from_shards_equals_knn_from_the_files(labelled: Path, tmp_path: Path, backbone: Backbone) -> None:
-    write_shards(labelled, tmp_path / "shards", per_shard=16, progress=False)
+    write_shards(Shards(labelled, tmp_path / "shards", per_shard=16), progress=False)
     files = evaluate_knn(backbone, labelled, ks=(1, 5), device="cpu")
     shards = evaluate_knn(backbone, tmp_path / "shards", ks=(1, 5), device="cpu")
     assert files.metrics == shards.metrics
@@ -36,7 +37,7 @@ def test_knn_from_shards_equals_knn_from_the_files(labelled: Path, tmp_path: Pat
 
 
 def test_features_follow_the_images(labelled: Path, tmp_path: Path, backbone: Backbone) -> None:
-    write_shards(labelled, tmp_path / "shards", split="train", per_shard=16, progress=False)
+    write_shards(Shards(labelled, tmp_path / "shards", split="train", per_shard=16), progress=False)
     original, shards = open_source(labelled, cache_bytes=0), open_source(tmp_path / "shards", cache_bytes=0)
     options = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "device": torch.device("cpu")}
     a, b = (extract(backbone.encoder(), source, **options) for source in (original, shards))  # type: ignore[arg-type]

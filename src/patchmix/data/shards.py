@@ -1,28 +1,160 @@
-"""Images in tar shards of the webdataset layout, by position: each is read at its offset, nothing is unpacked."""
+"""Images in tar shards of the webdataset layout, by position: each is read at its offset, nothing is unpacked.
+
+The index of some shards has for each sample its shard, offset, size, name and label. On disk it is a safetensors file:
+int64 `offsets`, `sizes` and `labels` (N,), `name_ends` (N,) into the uint8 text `names`, and, under "index" in the
+metadata, JSON with the shards' names, bytes and numbers of samples, and the classes. `patchmix shards` writes one per
+split beside the shards, train-index.safetensors; without it, shards are scanned once.
+"""
 
 import hashlib
+import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
-from patchmix.data import remote
-from patchmix.data.contract import Groups, Labels
+from patchmix.data import shard_files
+from patchmix.data.contract import Groups, Indices, Labels
 from patchmix.data.decode import DecodeError, Pixels, decode, size_of
-from patchmix.data.shard_index import ShardIndex, cache_root, join, remember, remembered, scanned
+from patchmix.data.folder import PathList
+from patchmix.data.shard_files import BLOCK, MAX_MEMBER, TRIES, is_remote, open_remote, read_remote
+from patchmix.files import cache_folder, writing
 from patchmix.progress import progress_bar
 
+_VERSION = 1  # of the index
 _OPEN_FILES = 16  # in each process
 _MOST_SHARDS = 64  # in use at a time
-_WINDOW_BYTES = 8 << 30  # of shards in use at a time; below the room that fetched ones have
+_WINDOW_BYTES = 8 << 30  # of shards in use at a time; less than the cache of remote ones holds
 _NAMED = 5  # damaged shards that get a line of their own
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """N samples in S shards."""
+
+    shards: tuple[str, ...]  # file names
+    shard_bytes: Indices  # (S,)
+    counts: Indices  # (S,) samples of each shard
+    offsets: Indices  # (N,)
+    sizes: Indices  # (N,)
+    labels: Indices  # (N,), -1 where there is none
+    names: PathList  # N member names
+    classes: tuple[str, ...] | None = None
+    skipped: tuple[str, ...] = ()  # per shard what was left out, "" where nothing
+
+    def save(self, path: Path) -> None:
+        described = {
+            "version": _VERSION,
+            "shards": self.shards,
+            "bytes": self.shard_bytes.tolist(),
+            "counts": self.counts.tolist(),
+            "classes": self.classes,
+            "skipped": self.skipped,
+        }
+        arrays: dict[str, npt.NDArray[Any]] = {name: getattr(self, name) for name in ("offsets", "sizes", "labels")}
+        arrays |= {"name_ends": self.names.ends, "names": self.names.text}
+        with writing(path) as file:
+            file.write(save(arrays, {"index": json.dumps(described)}))
+
+    @classmethod
+    def load(cls, path: Path) -> "ShardIndex":
+        """Raises ValueError where the file is no index, or a damaged one."""
+        try:
+            with safe_open(path, framework="numpy") as file:
+                described = json.loads(file.metadata()["index"])
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            index = cls(
+                shards=tuple(map(str, described["shards"])),
+                shard_bytes=np.array(described["bytes"], np.int64),
+                counts=np.array(described["counts"], np.int64),
+                names=PathList.packed(arrays["names"], arrays["name_ends"]),
+                classes=None if described["classes"] is None else tuple(map(str, described["classes"])),
+                skipped=tuple(map(str, described["skipped"])),
+                **{name: arrays[name] for name in ("offsets", "sizes", "labels")},
+            )
+            if described["version"] == _VERSION and index.is_sound():
+                return index
+            reason = ""
+        except (SafetensorError, KeyError, TypeError, ValueError, OverflowError) as error:
+            reason = f" ({' '.join(str(error).split())})"
+        raise ValueError(f"{str(path)!r} is not an index of shards, or a damaged one{reason}; remove it")
+
+    def is_sound(self) -> bool:
+        """An index may come from anywhere: every sample must lie inside its shard, every name inside the text."""
+        samples, shards = len(self.offsets), len(self.shards)
+        ends, text = self.names.ends, self.names.text
+        per_shard, per_sample = (self.shard_bytes, self.counts), (self.offsets, self.sizes, self.labels, ends)
+        if any(array.dtype != np.int64 or array.shape != (shards,) for array in per_shard):
+            return False
+        if any(array.dtype != np.int64 or array.shape != (samples,) for array in per_sample):
+            return False
+        if len(self.skipped) != shards or (self.counts < 0).any() or int(self.counts.sum()) != samples:
+            return False
+        if (np.diff(ends, prepend=0) < 0).any() or text.dtype != np.uint8 or text.ndim != 1:
+            return False
+        rooms = np.repeat(self.shard_bytes, self.counts)
+        return bool(
+            (int(ends[-1]) if samples else 0) == len(text)
+            and ((self.offsets >= BLOCK) & (self.offsets <= rooms) & (rooms < 1 << 60)).all()
+            and ((self.sizes >= 0) & (self.sizes <= MAX_MEMBER) & (self.offsets + self.sizes <= rooms)).all()
+        )
+
+    def one(self, number: int) -> "ShardIndex":
+        """The part that is about one shard."""
+        stop = int(self.counts[: number + 1].sum())
+        shard, samples = slice(number, number + 1), slice(stop - int(self.counts[number]), stop)
+        return ShardIndex(
+            shards=self.shards[shard],
+            shard_bytes=self.shard_bytes[shard],
+            counts=self.counts[shard],
+            offsets=self.offsets[samples],
+            sizes=self.sizes[samples],
+            labels=self.labels[samples],
+            names=self.names.part(samples.start, samples.stop),
+            classes=self.classes,
+            skipped=self.skipped[shard],
+        )
+
+
+def join(parts: Sequence[ShardIndex]) -> ShardIndex:
+    """One index for all, in the order given."""
+    arrays = ("shard_bytes", "counts", "offsets", "sizes", "labels")
+    return ShardIndex(
+        shards=tuple(name for part in parts for name in part.shards),
+        names=PathList.joined([part.names for part in parts]),
+        classes=next((part.classes for part in parts if part.classes is not None), None),
+        skipped=tuple(text for part in parts for text in part.skipped),
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
+    )
+
+
+def scanned(file: IO[bytes], name: str) -> ShardIndex:
+    """The index of one shard, from its headers. Raises OSError."""
+    found = shard_files.scan(file)
+    samples = found.samples
+    return ShardIndex(
+        shards=(name,),
+        shard_bytes=np.array([os.fstat(file.fileno()).st_size], np.int64),
+        counts=np.array([len(samples)], np.int64),
+        offsets=np.array([sample.image.offset for sample in samples], np.int64),
+        sizes=np.array([sample.image.size for sample in samples], np.int64),
+        labels=np.array([sample.label for sample in samples], np.int64),
+        names=PathList(sample.image.name.encode("utf-8", "backslashreplace") for sample in samples),
+        skipped=(", ".join(f"{count} {reason}" for reason, count in sorted(found.skipped.items())),),
+    )
 
 
 class ShardSource:
@@ -46,10 +178,7 @@ class ShardSource:
         self._files: OrderedDict[int, IO[bytes]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for own in ("_process", "_lock", "_files"):
-            state.pop(own)
-        return state
+        return {key: value for key, value in vars(self).items() if key not in ("_process", "_lock", "_files")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -90,21 +219,20 @@ class ShardSource:
         return int(np.searchsorted(self._starts, index, side="right")) - 1
 
     def _read(self, shard: int, size: int, offset: int) -> bytes:
-        """Bytes of a shard; a few tries, because network file systems have their moments."""
-        for attempt in range(remote.TRIES):
+        """Bytes of a shard; a few tries, because network file systems fail now and then."""
+        for attempt in range(TRIES):
             try:
-                # Held by this frame while it reads: another thread may drop it from the open ones.
-                file = self._file(shard)
+                file = self._file(shard)  # kept alive here: another thread may drop it from the open ones
                 return os.pread(file.fileno(), size, offset)
             except OSError as error:
                 with self._lock:
                     self._files.pop(shard, None)
-                if attempt == remote.TRIES - 1:
+                if attempt == TRIES - 1:
                     raise ValueError(
-                        f"shard {self._shards[shard]!r} cannot be read ({error.strerror or error}; {remote.TRIES} "
-                        "tries); bring it back, and go on with --resume auto"
+                        f"shard {self._shards[shard]!r} cannot be read ({error.strerror or error}; {TRIES} tries); "
+                        "bring it back, and go on with --resume auto"
                     ) from error
-                time.sleep(remote.PAUSE * 2**attempt)
+                time.sleep(shard_files.PAUSE * 2**attempt)
         raise AssertionError("the last try returns or raises")
 
     def _file(self, shard: int) -> IO[bytes]:
@@ -114,11 +242,7 @@ class ShardSource:
             if shard in self._files:
                 self._files.move_to_end(shard)
                 return self._files[shard]
-        name = self._shards[shard]
-        if remote.is_remote(name):
-            file = remote.open_remote(name, int(self._index.shard_bytes[shard]))
-        else:
-            file = Path(name).open("rb", buffering=0)  # noqa: SIM115 (kept open)
+        file = _open(self._shards[shard], int(self._index.shard_bytes[shard]))
         with self._lock:
             self._files[shard] = file
             while len(self._files) > _OPEN_FILES:
@@ -127,12 +251,9 @@ class ShardSource:
 
 
 def open_shards(shards: Sequence[str], *, name: str, progress: bool = True) -> ShardSource:
-    """A source from shards that are local, or remote; scanned once where no index tells what is in them."""
+    """A source from local or remote shards; those that no index describes are scanned once."""
     indices = _written_indices(shards)
-    parts: list[ShardIndex | None] = []
-    for shard in shards:
-        index = indices.get(_index_beside(shard))
-        parts.append(_part_of(index, shard))
+    parts = [_part_of(indices.get(_index_beside(shard)), shard) for shard in shards]
     unknown = [number for number, part in enumerate(parts) if part is None]
 
     def find(number: int) -> None:
@@ -142,50 +263,52 @@ def open_shards(shards: Sequence[str], *, name: str, progress: bool = True) -> S
         for _ in pool.map(find, unknown):
             advance(1)
     index = join([part for part in parts if part is not None])
-    _tell_losses(index, name)
+    _warn_of_losses(index, name)
     if not len(index.offsets):
         raise ValueError(f"no images in the {len(shards)} shards of {name}; members such as 0001.jpg are taken")
     return ShardSource(shards, index, name=name)
 
 
-def _base(shard: str) -> str:
-    return shard.partition("?")[0].rpartition("/")[2] if "://" in shard else Path(shard).name
+def _open(shard: str, expected: int | None = None) -> IO[bytes]:
+    return open_remote(shard, expected) if is_remote(shard) else Path(shard).open("rb", buffering=0)
+
+
+def _split(shard: str) -> tuple[str, str]:
+    """A shard's folder, with the slash, and its name, without a URL's query."""
+    folder, slash, base = (shard.partition("?")[0] if is_remote(shard) else shard).rpartition("/")
+    return folder + slash, base
 
 
 def _index_beside(shard: str) -> str:
-    """Where `patchmix shards` would have written this shard's index; "" for what comes through a pipe."""
-    if shard.startswith("pipe:"):
-        return ""
-    folder = shard[: len(shard.partition("?")[0]) - len(_base(shard))] if "://" in shard else f"{Path(shard).parent}/"
-    stem = _base(shard).removesuffix(".tar").rstrip("0123456789").rstrip("-_")
-    return f"{folder}{stem}-index.safetensors"
+    """Where `patchmix shards` would have written this shard's index."""
+    folder, base = _split(shard)
+    return f"{folder}{base.removesuffix('.tar').rstrip('0123456789').rstrip('-_')}-index.safetensors"
 
 
 def _written_indices(shards: Sequence[str]) -> dict[str, ShardIndex]:
     """The indices that lie beside the shards, by their place."""
     found = {}
-    for place in {_index_beside(shard) for shard in shards} - {""}:
-        path, fetched = Path(place), False
-        if remote.is_remote(place):
-            path = cache_root() / "index" / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}-{os.getpid()}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fetched = remote.read_remote(place, path)
-        try:
-            if path.is_file():
-                found[place] = ShardIndex.load(path)
-        except ValueError as error:
-            _warn(f"{place}: {error}; the shards are scanned instead")
-        finally:
-            if fetched:
+    with tempfile.TemporaryDirectory() as folder:
+        for place in {_index_beside(shard) for shard in shards}:
+            path = Path(place)
+            if is_remote(place):
+                path = Path(folder) / "index.safetensors"
                 path.unlink(missing_ok=True)
+                read_remote(place, path)
+            try:
+                if path.is_file():
+                    found[place] = ShardIndex.load(path)
+            except ValueError as error:
+                _warn(f"{place}: {error}; the shards are scanned instead")
     return found
 
 
 def _part_of(index: ShardIndex | None, shard: str) -> ShardIndex | None:
-    if index is None or _base(shard) not in index.shards:
+    base = _split(shard)[1]
+    if index is None or base not in index.shards:
         return None
-    part = index.one(index.shards.index(_base(shard)))
-    if not remote.is_remote(shard) and Path(shard).stat().st_size != int(part.shard_bytes[0]):
+    part = index.one(index.shards.index(base))
+    if not is_remote(shard) and Path(shard).stat().st_size != int(part.shard_bytes[0]):
         _warn(f"{shard} is not the file that its index describes; it is scanned instead")
         return None
     return part
@@ -193,26 +316,25 @@ def _part_of(index: ShardIndex | None, shard: str) -> ShardIndex | None:
 
 def _scan_once(shard: str) -> ShardIndex:
     """The index of one shard, from the last time or by reading its headers."""
-    base = _base(shard)
-    path = Path(shard)
     try:
-        if not remote.is_remote(shard):
-            path = path.resolve()
-            status = path.stat()
-            identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
-        else:
-            identity = shard
-        index = remembered(identity)
-        if index is None:
-            with remote.open_remote(shard) if remote.is_remote(shard) else path.open("rb", buffering=0) as file:
-                index = scanned(file, base)
-            remember(identity, index)
-        return index
+        identity = shard
+        if not is_remote(shard):
+            path = Path(shard).resolve()
+            identity = f"{path}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}"
+        kept = cache_folder("shards") / "index" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.safetensors"
+        try:
+            return ShardIndex.load(kept)
+        except (ValueError, OSError):  # not scanned before
+            with _open(shard) as file:
+                index = scanned(file, _split(shard)[1])
     except OSError as error:
         raise ValueError(f"shard {shard!r} cannot be read ({error.strerror or error}); bring it back") from error
+    with suppress(OSError):  # a full or read-only home only means scanning again
+        index.save(kept)
+    return index
 
 
-def _tell_losses(index: ShardIndex, name: str) -> None:
+def _warn_of_losses(index: ShardIndex, name: str) -> None:
     damaged = [number for number, text in enumerate(index.skipped) if text]
     for number in damaged[:_NAMED]:
         left = int(index.counts[number])

@@ -1,38 +1,39 @@
 """Where images come from: a name, a folder, parquet files or shards → a Source.
 
-Splits are "train" and "test". In a folder, "test" is the first there is of val/, validation/, test/.
+Splits are "train" and "test". In a folder, "test" is the first there is of val/, validation/, test/. Sets known by name
+are looked for in some folders; CIFAR is downloaded when it is in none of them.
 """
 
 import difflib
+import hashlib
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
 
 from patchmix.data.contract import Source, Split
-from patchmix.data.decode import DecodeError
 from patchmix.data.folder import FolderSource, class_names
-from patchmix.data.memory import InMemorySource, check_decodable, in_memory
-from patchmix.data.named import cifar_source, find_folder, imagenet_root
+from patchmix.data.memory import InMemorySource, from_array, in_memory
 from patchmix.data.parquet import ParquetSource
 from patchmix.data.shapes import shapes_source
-from patchmix.data.shard_names import by_split, find_shards, names_shards, shards_in
+from patchmix.data.shard_files import by_split, files_below, find_shards, names_shards, shards_in
 from patchmix.data.shards import open_shards
-
-__all__ = [
-    "DecodeError",
-    "InMemorySource",
-    "Source",
-    "Split",
-    "check_decodable",
-    "has_split",
-    "in_memory",
-    "open_source",
-]
 
 NAMES = ("shapes", "cifar10", "cifar100", "imagenet")
 FORMS = (
     f"a name ({', '.join(NAMES)}), a folder of images, a folder with train/ and val/, a parquet file or folder, "
     "or .tar shards (a folder, a pattern, URLs)"
 )
+_SPLITS: tuple[Split, ...] = ("train", "test")
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("val", "validation", "test")}
+_CIFAR_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
+_CIFAR_ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}
+
+Openers = dict[Split, Callable[[], Source]]
 
 
 def open_source(
@@ -47,78 +48,65 @@ def open_source(
 
     `class_folders`: in a folder without train/, the first-level sub-folders are classes.
     """
-    splits = _splits(data)
-    if split not in splits:
-        raise ValueError(f"{str(data)!r} has no split {split!r}; it has {', '.join(map(repr, splits))}")
-    return in_memory(_open(data, split, class_folders, progress), cache_bytes, progress)
+    openers = _openers(data, class_folders, progress)
+    if split not in openers:
+        raise ValueError(f"{str(data)!r} has no split {split!r}; it has {', '.join(map(repr, openers))}")
+    return in_memory(openers[split](), cache_bytes, progress)
 
 
 def has_split(data: str | Path, split: Split) -> bool:
     """Whether `open_source(data, split)` finds something to open."""
-    return split in _splits(data)
+    return split in _openers(data)
 
 
-def _open(data: str | Path, split: Split, class_folders: bool, progress: bool) -> Source:
-    if isinstance(data, str) and _base_name(data) == "shapes":
-        return shapes_source(split, _shapes_length(data) if split == "train" else None)
-    title = f"{data} ({split})"
-    if names_shards(str(data)):
-        return open_shards(find_shards(str(data))[split], name=title, progress=progress)
-    root = _local(data)
-    if root is None:
-        assert isinstance(data, str)
-        return cifar_source(data, split)
-    files = _parquet_files(root)
-    if files:
-        return ParquetSource(files[split], name=title)
-    shards = shards_in(root)
-    if shards:
-        return open_shards(shards[split], name=title, progress=progress)
-    folder = _split_folder(root, split)
-    if folder is None:
-        classes = class_names(root) if class_folders else None
-        if class_folders and classes is None:
-            raise ValueError(f"{str(root)!r} has images outside of sub-folders; move them, or leave out class folders")
-        return FolderSource(root, name=title, classes=classes)
-    train = _split_folder(root, "train")
-    assert train is not None
-    # Labels count in the order of the training classes, in every split.
-    classes = class_names(train) if class_names(folder) is not None else None
-    return FolderSource(folder, name=title, classes=classes)
-
-
-def _splits(data: str | Path) -> tuple[Split, ...]:
-    """The splits that `data` has; raises ValueError when it is nothing we know."""
-    both: tuple[Split, ...] = ("train", "test")
-    if isinstance(data, str) and _base_name(data) == "shapes":
-        _shapes_length(data)
-        return both
-    if names_shards(str(data)):
-        shards = find_shards(str(data))
-        return tuple(split for split in both if split in shards)
-    root = _local(data)
-    if root is None:
-        return both
-    files = _parquet_files(root)
-    if files:
-        return tuple(split for split in both if split in files)
-    if root.is_file():
+def _openers(data: str | Path, class_folders: bool = False, progress: bool = True) -> Openers:
+    """The splits that `data` has, and how to open each; raises ValueError when it is nothing we know."""
+    titles = {split: f"{data} ({split})" for split in _SPLITS}
+    if str(data).partition(":")[0] == "shapes":
+        length = _shapes_length(str(data))
+        return {"train": lambda: shapes_source("train", length), "test": lambda: shapes_source("test")}
+    root = None if names_shards(str(data)) else _local(data)
+    if root is None and data in _CIFAR_FOLDERS:
+        return {split: partial(_cifar_source, str(data), split) for split in _SPLITS}
+    if root is not None and (files := _parquet_files(root)):
+        return {split: partial(ParquetSource, paths, name=titles[split]) for split, paths in files.items()}
+    if root is not None and root.is_file():
         raise ValueError(f"{str(data)!r} is a file that is neither parquet nor a .tar; DATA is {FORMS}")
-    shards = shards_in(root)
-    if shards:
-        return tuple(split for split in both if split in shards)
-    if _split_folder(root, "train") is None:
-        return ("train",)
-    return tuple(split for split in both if _split_folder(root, split) is not None)
+    if shards := find_shards(str(data)) if root is None else shards_in(root):
+        return {s: partial(open_shards, names, name=titles[s], progress=progress) for s, names in shards.items()}
+    assert root is not None, "shards are found, or an error is raised"
+    folders = {split: folder for split in _SPLITS if (folder := _split_folder(root, split)) is not None}
+    if "train" not in folders:
+        return {"train": partial(_open_folder, root, titles["train"], class_folders)}
+    return {split: partial(_open_split, folders, split, titles[split]) for split in folders}
+
+
+def _open_folder(root: Path, title: str, class_folders: bool) -> Source:
+    classes = class_names(root) if class_folders else None
+    if class_folders and classes is None:
+        raise ValueError(f"{str(root)!r} has images outside of sub-folders; move them, or leave out class folders")
+    return FolderSource(root, name=title, classes=classes)
+
+
+def _open_split(folders: dict[Split, Path], split: Split, title: str) -> Source:
+    # Labels count in the order of the training classes, in every split.
+    classes = class_names(folders["train"]) if class_names(folders[split]) is not None else None
+    return FolderSource(folders[split], name=title, classes=classes)
 
 
 def _local(data: str | Path) -> Path | None:
     """The path that `data` means; None for a set that torchvision holds or fetches."""
-    if data in ("cifar10", "cifar100"):
-        folder = find_folder(str(data))
+    if data in _CIFAR_FOLDERS:
+        folder = _find_folder(str(data))
         return folder if folder is not None and _parquet_files(folder) else None
     if data == "imagenet":
-        return imagenet_root()
+        folder = _find_folder("imagenet")
+        if folder is None:
+            raise ValueError(
+                f"'imagenet' is not in {_places()}; set PATCHMIX_DATA to the folder that holds imagenet/train and "
+                "imagenet/val, or give that path itself"
+            )
+        return folder
     path = Path(data).expanduser()
     if not path.exists():
         raise ValueError(_unknown(str(data), path))
@@ -126,24 +114,12 @@ def _local(data: str | Path) -> Path | None:
 
 
 def _unknown(data: str, path: Path) -> str:
-    neighbors = {str(path.parent / entry.name): entry.name for entry in _entries(path.parent)}
     close = difflib.get_close_matches(data, NAMES, n=1, cutoff=0.5)
-    if not close:
-        names = difflib.get_close_matches(path.name, list(neighbors.values()), n=1)
-        close = [shown for shown, name in neighbors.items() if name in names][:1]
+    if not close and path.parent.is_dir():
+        names = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)  # noqa: PTH208 (names are enough)
+        close = [str(path.parent / name) for name in names]
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"data {data!r} is neither a name nor a path that exists; {hint}DATA is {FORMS}"
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _base_name(data: str) -> str:
-    return data.partition(":")[0]
 
 
 def _shapes_length(data: str) -> int | None:
@@ -163,8 +139,63 @@ def _parquet_files(root: Path) -> dict[Split, list[Path]]:
     """Parquet files by split, from how their names, or else their folders' names, begin; {} when there are none."""
     if root.is_file():
         return {"train": [root]} if root.suffix == ".parquet" else {}
-    # Two levels are what the Hugging Face hub's layout needs; a deep folder of images is not searched.
-    found = [path for pattern in ("*.parquet", "*/*.parquet") for path in sorted(root.glob(pattern))]
-    found = [path for path in found if not path.relative_to(root).as_posix().startswith(".")]
-    splits = by_split([str(path) for path in found], str(root))
+    splits = by_split([str(path) for path in files_below(root, ".parquet")], str(root))
     return {split: [Path(name) for name in names] for split, names in splits.items()}
+
+
+# --------------------------------------------------------------------------------------------------- sets known by name
+
+
+def _data_roots() -> list[Path]:
+    """Where named sets are looked for, in this order: $PATCHMIX_DATA, ./data, ~/.cache/patchmix."""
+    chosen = os.environ.get("PATCHMIX_DATA")
+    roots = [Path("data"), Path("~/.cache/patchmix").expanduser()]
+    return [Path(chosen).expanduser(), *roots] if chosen else roots
+
+
+def _places() -> str:
+    return ", ".join(str(root) for root in _data_roots())
+
+
+def _find_folder(name: str) -> Path | None:
+    return next((root / name for root in _data_roots() if (root / name).is_dir()), None)
+
+
+def _cifar_source(name: str, split: Split) -> InMemorySource:
+    """CIFAR-10 or CIFAR-100 in the authors' files, checked by md5, through torchvision."""
+    dataset = _open_cifar(name, train=split == "train")
+    images = np.asarray(dataset.data, np.uint8)
+    return from_array(
+        images,
+        np.asarray(dataset.targets, np.int64),
+        tuple(dataset.classes),
+        name=f"{name} ({split})",
+        prefix=f"{name}-{split}",
+        fingerprint=hashlib.sha256(f"{name}\0{split}\0{len(images)}".encode()).hexdigest()[:32],
+    )
+
+
+def _open_cifar(name: str, *, train: bool) -> Any:
+    from torchvision import datasets  # slow to import, and needed here only
+
+    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
+    roots = _data_roots()
+    for root in roots:
+        unpacked, packed = root / _CIFAR_FOLDERS[name], root / _CIFAR_ARCHIVES[name]
+        if not (unpacked.is_dir() or packed.is_file()):
+            continue
+        try:
+            return kind(root, train=train, download=packed.is_file())
+        except RuntimeError as error:
+            shown = packed if packed.is_file() else unpacked
+            raise ValueError(f"{str(shown)!r} is incomplete or damaged (md5 differs); remove it") from error
+    target = roots[0] if os.environ.get("PATCHMIX_DATA") else roots[-1]
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        return kind(target, train=train, download=True)
+    except (URLError, OSError, RuntimeError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ValueError(
+            f"{name!r} is not in {_places()} and cannot be downloaded ({reason}); put {_CIFAR_ARCHIVES[name]} from "
+            "https://www.cs.toronto.edu/~kriz/cifar.html there, or use 'shapes', which needs no files"
+        ) from error

@@ -6,7 +6,6 @@ again and does the rest. A file SPLIT-job.json says what the shards were made fr
 
 import io
 import json
-import os
 import re
 import tarfile
 import threading
@@ -18,16 +17,19 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+from filelock import FileLock, Timeout
 
 from patchmix.data.contract import Encoded, Indices, Source, Split, groups_of
 from patchmix.data.decode import DecodeError, Pixels, size_of
 from patchmix.data.memory import some_positions
 from patchmix.data.randomness import GroupedOrder, permutation
-from patchmix.data.shard_index import ShardIndex, join, scanned
+from patchmix.data.shards import ShardIndex, join, scanned
 from patchmix.data.sources import has_split, open_source
-from patchmix.files import UNFINISHED, writing
+from patchmix.files import UNFINISHED, write_text, writing
 from patchmix.progress import progress_bar
+from patchmix.settings import Shards
 
+_LOCK = ".lock"
 _SEED = 0  # of the order in which samples are written
 _WEIGHED = 256  # samples whose mean size stands for all
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
@@ -59,42 +61,41 @@ class Written:
     bytes: int
 
 
-def write_shards(
-    data: str | Path,
-    out: Path,
-    *,
-    split: Split | None = None,
-    shard_size: str | None = None,
-    per_shard: int | None = None,
-    workers: int = 4,
-    quality: int | None = None,
-    shuffle: bool = True,
-    progress: bool = True,
-) -> list[Written]:
+def shards(settings: Shards) -> list[Written]:
+    """`patchmix shards`: write, and print what was written."""
+    written = write_shards(settings)
+    for done in written:
+        print(f"{done.split}: {done.samples:,} images in {done.shards:,} shards, {done.bytes / 1e6:,.1f} MB, checked")
+        for text in done.left_out[:5]:
+            print(f"  left out: {text}")
+        if len(done.left_out) > 5:
+            print(f"  left out: {len(done.left_out) - 5} more")
+    return written
+
+
+def write_shards(settings: Shards, *, progress: bool = True) -> list[Written]:
     """Writes OUT/train-000000.tar … with train-index.safetensors, the same for the test split, and checks them.
 
-    Files keep their bytes; pixels that come without a file become PNG. `quality`: JPEG of this quality instead.
+    Files keep their bytes; pixels that come without a file become PNG.
     """
-    if shard_size is not None and per_shard is not None:
+    data, per_shard, quality = settings.data, settings.per_shard, settings.quality
+    if settings.shard_size is not None and per_shard is not None:
         raise ValueError("both a shard size and a number per shard are given; take --shard-size or --per-shard")
     if per_shard is not None and per_shard < 1:
         raise ValueError(f"{per_shard} images per shard must be at least 1; take --per-shard 1000")
     if quality is not None and not 1 <= quality <= 100:
         raise ValueError(f"quality {quality} must be in 1…100; leave it out to keep the files as they are")
-    if workers < 1:
-        raise ValueError(f"workers {workers} must be at least 1; take --workers 1")
-    size = parse_bytes(shard_size or "256MB")
-    if split is not None:
-        splits: list[Split] = [split]
-    else:
-        splits = [known for known in ("train", "test") if has_split(data, known)]
+    if settings.workers < 1:
+        raise ValueError(f"workers {settings.workers} must be at least 1; take --workers 1")
+    size = parse_bytes(settings.shard_size or "256MB")
+    both: tuple[Split, ...] = ("train", "test")
     written = []
-    for chosen in splits:
-        source = _open(data, chosen, progress)
+    for split in [settings.split] if settings.split else [split for split in both if has_split(data, split)]:
+        source = _open(data, split, progress)
         count = per_shard or max(1, min(len(source), round(size / _mean_bytes(source, quality))))
-        job = Job(str(data), source.fingerprint(), chosen, len(source), count, shuffle, quality)
-        with _alone(out):
-            written.append(_write_split(source, out, job, workers, progress))
+        job = Job(str(data), source.fingerprint(), split, len(source), count, settings.shuffle, quality)
+        with _alone(Path(settings.out)):
+            written.append(_write_split(source, Path(settings.out), job, settings.workers, progress))
     return written
 
 
@@ -116,30 +117,18 @@ def _open(data: str | Path, split: Split, progress: bool) -> Source:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Two calls at a time would remove each other's unfinished shards; a ValueError where another one writes.
-
-    The lock is on the folder itself, and ends with its process. Where there are no locks (Windows), nobody is kept out.
-    """
+    """Two calls at a time would remove each other's unfinished shards; a ValueError where another one writes."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{str(out)!r} is a file; give a folder with --out")
     out.mkdir(parents=True, exist_ok=True)
     try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    handle = os.open(out, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
+        with FileLock(out / _LOCK, timeout=0):
+            try:
+                yield
+            finally:
+                (out / _LOCK).unlink(missing_ok=True)
+    except Timeout as error:
         raise ValueError(f"another call writes to {str(out)!r}; wait for it, or give another --out") from error
-    except OSError:  # some network file systems have none
-        pass
-    try:
-        yield
-    finally:
-        os.close(handle)
 
 
 def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bool) -> Written:
@@ -196,14 +185,15 @@ def _claim(out: Path, job: Job, shards: set[str]) -> None:
     for path in sorted(out.iterdir()):
         if path.name.startswith(f".{job.split}-") and path.name.endswith(UNFINISHED):
             path.unlink()
-        elif not known.fullmatch(path.name) or (path.name.startswith(f"{job.split}-") and not same):
+        elif (path.name != _LOCK and not known.fullmatch(path.name)) or (
+            path.name.startswith(f"{job.split}-") and not same
+        ):
             raise ValueError(
                 f"{str(out)!r} holds {path.name!r}, which is not of this job; give an empty folder with --out, "
                 "or the same data and settings to go on"
             )
     if not same:
-        with writing(record) as file:
-            file.write(described.encode())
+        write_text(record, described)
 
 
 def _without_place(text: str) -> dict[str, object]:

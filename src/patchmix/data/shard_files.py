@@ -1,0 +1,383 @@
+"""The files of shards: which ones a DATA means, remote ones as local files, and which samples a tar holds.
+
+Remote shards go through fsspec's cache of whole files, in a folder of bounded size that all processes of a machine
+share. Of a tar only headers and labels are read; nothing is unpacked.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import re
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import fsspec
+from filelock import FileLock
+from fsspec.core import url_to_fs
+
+from patchmix.data.contract import Split
+from patchmix.data.decode import EXTENSIONS
+from patchmix.files import cache_folder, prune
+
+BLOCK = 512  # bytes of a tar's header
+MAX_MEMBER = 256 << 20  # bytes of one image file
+TRIES = 4
+PAUSE = 1.0  # seconds before the second try; doubled each time
+
+_MAX_LABEL = 1 << 20  # bytes of a .cls or .json
+_LABEL_FIELDS = ("cls", "label", "class")  # of a .json
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MOST_SHARDS = 100_000
+_SPLIT_WORDS = ("train", "validation", "val", "test")
+_TIMEOUT = 60  # seconds without an answer
+_CACHE_GB = 20.0
+
+
+# ----------------------------------------------------------------------------------------------------------- file names
+
+
+def is_remote(name: str) -> bool:
+    return "://" in name
+
+
+def names_shards(data: str) -> bool:
+    """Whether a DATA can only mean shards: by its protocol, its pattern or its ending."""
+    if is_remote(data):
+        return True
+    path = Path(data).expanduser()
+    if data.endswith(".tar"):
+        return not path.is_dir()
+    return not path.exists() and (bool(_BRACES.search(data)) or glob.has_magic(data))
+
+
+def find_shards(data: str) -> dict[Split, list[str]]:
+    """Shards by split; raises ValueError where there are none, or where a local one is missing."""
+    names = [name for part in expand_braces(data) for name in _matches(part)]
+    if not names:
+        raise ValueError(f"no shard matches {data!r}; check the pattern, its files end in .tar")
+    for name in names:
+        if not is_remote(name) and not Path(name).is_file():
+            raise ValueError(f"shard {name!r} is missing; check the pattern, or leave it out")
+    return {"train": names} if len(names) == 1 and names[0] == data else by_split(names)
+
+
+def shards_in(root: Path) -> dict[Split, list[str]]:
+    """The shards of a local folder, by split; {} where images lie beside them, or where there are none."""
+    found = files_below(root, ".tar")
+    if not found or any(_has_images(folder) for folder in {root, *(path.parent for path in found)}):
+        return {}
+    return by_split([str(path) for path in found], str(root))
+
+
+def files_below(root: Path, ending: str) -> list[Path]:
+    """Visible files with this ending in a folder or one level below; a deep folder of images is not searched."""
+    found = [path for pattern in (f"*{ending}", f"*/*{ending}") for path in sorted(root.glob(pattern))]
+    return [path for path in found if not path.relative_to(root).as_posix().startswith(".")]
+
+
+def by_split(names: Iterable[str], root: str = "") -> dict[Split, list[str]]:
+    """Files by how their names, or else their folders' names, begin; all are for training where no name says it."""
+    groups: dict[str, list[str]] = {}
+    names = list(names)
+    for name in names:
+        parts = name.removeprefix(root).strip("/").split("/")
+        for part in reversed(parts[-2:]):
+            word = next((w for w in _SPLIT_WORDS if part.startswith(w)), None)
+            if word is not None:
+                groups.setdefault("val" if word == "validation" else word, []).append(name)
+                break
+    if names and not groups:
+        return {"train": names}
+    splits: dict[Split, list[str]] = {
+        "train": groups.get("train", []),
+        "test": groups.get("val") or groups.get("test", []),
+    }
+    return {split: found for split, found in splits.items() if found}
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a-{00..02}.tar` → a-00.tar, a-01.tar, a-02.tar; `{a,b}.tar` → a.tar, b.tar; as shells do."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [pattern]
+    inside = match.group(1)
+    numbers = _RANGE.fullmatch(inside)
+    if numbers is not None:
+        first, last = int(numbers[1]), int(numbers[2])
+        if not first <= last < first + _MOST_SHARDS:
+            raise ValueError(f"{{{inside}}} in {pattern!r} must count upwards, to at most {_MOST_SHARDS:,} shards")
+        width = len(numbers[1]) if numbers[1].startswith("0") else 0
+        choices = [f"{number:0{width}d}" for number in range(first, last + 1)]
+    elif "," in inside:
+        choices = inside.split(",")
+    else:
+        raise ValueError(f"{{{inside}}} in {pattern!r} is neither a range such as {{000..099}} nor a list {{a,b}}")
+    rest = expand_braces(pattern[match.end() :])
+    if len(choices) * len(rest) > _MOST_SHARDS:
+        raise ValueError(f"{pattern!r} names more than {_MOST_SHARDS:,} shards; split it")
+    return [pattern[: match.start()] + choice + end for choice in choices for end in rest]
+
+
+def _matches(name: str) -> list[str]:
+    if not is_remote(name):
+        path = str(Path(name).expanduser())
+        return sorted(glob.glob(path)) if glob.has_magic(path) and not Path(path).exists() else [path]  # noqa: PTH207
+    if glob.has_magic(name) and not name.startswith("http"):
+        return _list_remote(name)
+    if not name.partition("?")[0].endswith(".tar"):
+        return [found for pattern in ("*.tar", "*/*.tar") for found in _list_remote(f"{name.rstrip('/')}/{pattern}")]
+    return [name]
+
+
+def _has_images(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".") for entry in entries)
+
+
+# --------------------------------------------------------------------------------------------------------- remote files
+
+
+def open_remote(url: str, expected: int | None = None) -> IO[bytes]:
+    """The shard as a local file, fetched if it is not in the cache. Raises ValueError naming it after the last try.
+
+    `expected`: its size, if an index says so. A file that others remove later stays readable once it is open.
+    """
+    room = _cache_bytes()
+    storage = _fetched() / hashlib.sha256(url.encode()).hexdigest()[:20]
+    storage.mkdir(parents=True, exist_ok=True)
+    with FileLock(storage / ".lock"):
+        for attempt in range(TRIES):
+            try:
+                return _fetch(url, storage, expected, room)
+            except Exception as error:  # each file system has errors of its own
+                unknown = isinstance(error, ImportError) or "Protocol not known" in str(error)
+                if unknown or attempt == TRIES - 1:
+                    raise ValueError(
+                        f"{url!r} cannot be fetched ({_reason(error)}; {attempt + 1} tries); {_remedy(url)}"
+                    ) from error
+                time.sleep(PAUSE * 2**attempt)
+    raise AssertionError("the last try returns or raises")
+
+
+def _fetched() -> Path:
+    return cache_folder("shards") / "fetched"
+
+
+def _fetch(url: str, storage: Path, expected: int | None, room: int) -> IO[bytes]:
+    """Open the file that fsspec's cache has, or gets, in `storage`."""
+    unfinished = storage / ".unfinished"  # fsspec writes in place: what a killed process began must go
+    kept = list(storage.glob("[!.]*"))
+    if unfinished.exists():
+        for path in kept:
+            path.unlink()
+        kept = []
+    if not kept:
+        prune(_fetched(), max(0, room - (expected or 0)))
+    unfinished.touch()
+    cache = {"cache_storage": str(storage), "same_names": True}
+    (name,) = fsspec.open_local([f"simplecache::{url}"], simplecache=cache, **_options(url))
+    if not kept and expected is None and not url.startswith("http"):  # over HTTP a short answer is an error already
+        system, path = url_to_fs(url)
+        expected = system.size(path)
+    file = Path(name).open("rb", buffering=0)  # noqa: SIM115 (kept open)
+    size = os.fstat(file.fileno()).st_size
+    if expected is not None and size != expected:
+        file.close()
+        raise OSError(f"{size} bytes arrived, not {expected}")
+    os.utime(name, ns=(time.time_ns(),) * 2)  # used just now; the system's own clock is coarse
+    unfinished.unlink()
+    if not kept:
+        prune(_fetched(), room, keep=Path(name))
+    return file
+
+
+def read_remote(url: str, path: Path) -> bool:
+    """Copy a small file to `path`, in one try; False where there is none."""
+    try:
+        system, name = url_to_fs(url, **_options(url).get("http", {}))
+        system.get_file(name, str(path))
+    except Exception:  # as above
+        return False
+    return True
+
+
+def _list_remote(pattern: str) -> list[str]:
+    """The files that match, with their protocol. Raises ValueError where the protocol cannot list."""
+    if pattern.startswith(("http://", "https://")):
+        raise ValueError(f"{pattern!r} cannot be listed; name the shards, such as train-{{000000..000099}}.tar")
+    try:
+        system, path = url_to_fs(pattern)
+        return sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
+    except Exception as error:  # as above
+        raise ValueError(f"{pattern!r} cannot be listed ({_reason(error)}); {_remedy(pattern)}") from error
+
+
+def _options(url: str) -> dict[str, Any]:
+    """What fsspec is told about a protocol: HTTP without a limit for the whole file, but for each answer."""
+    if not url.startswith(("http://", "https://")):
+        return {}
+    from aiohttp import ClientTimeout  # slow to import
+
+    timeout = ClientTimeout(total=None, sock_connect=_TIMEOUT, sock_read=_TIMEOUT)
+    client = {"client_kwargs": {"timeout": timeout, "trust_env": True}}  # proxies from the environment
+    return {"http": client, "https": client}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    if isinstance(getattr(error, "status", None), int):  # aiohttp's
+        return f"HTTP {error.status}"  # type: ignore[attr-defined]
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _remedy(url: str) -> str:
+    if url.startswith("http"):
+        return "check the address and the network"
+    return "check the address, and install fsspec's package for this protocol, such as s3fs"
+
+
+def _cache_bytes() -> int:
+    """Bytes that fetched shards may take, from $PATCHMIX_CACHE_GB."""
+    chosen = os.environ.get("PATCHMIX_CACHE_GB", str(_CACHE_GB))
+    try:
+        gigabytes = float(chosen)
+    except ValueError:
+        gigabytes = -1.0
+    if not 0 < gigabytes < 1e9:
+        raise ValueError(f"PATCHMIX_CACHE_GB is {chosen!r}; it must be a number of gigabytes above 0")
+    return round(gigabytes * 2**30)
+
+
+# ----------------------------------------------------------------------------------------------------- samples of a tar
+
+
+class Member(NamedTuple):
+    """A plain file inside a tar."""
+
+    name: str
+    offset: int
+    size: int
+
+
+class Sample(NamedTuple):
+    """An image, and its label or -1."""
+
+    image: Member
+    label: int
+
+
+@dataclass
+class Scan:
+    """What a shard holds, and what had to be left out: reason → how many."""
+
+    samples: list[Sample] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    damaged: bool = False
+
+
+def scan(file: IO[bytes]) -> Scan:
+    """Read the headers of a tar, up to its end or its first damage. Raises OSError where the file cannot be read.
+
+    Members belong to one sample as long as their names agree up to the first dot after the last slash, as in
+    webdataset: `a/0001.jpg` and `a/0001.cls`.
+    """
+    result = Scan()
+    prefix: str | None = None
+    group: list[Member] = []
+    for member in _members(file, result):
+        if _prefix(member.name) != prefix:
+            _close_sample(file.fileno(), group, result)
+            prefix, group = _prefix(member.name), []
+        group.append(member)
+    _close_sample(file.fileno(), group, result)
+    if result.damaged and any(sample.label >= 0 for sample in result.samples):
+        whole = [sample for sample in result.samples if sample.label >= 0]
+        result.skipped["label lost"] += len(result.samples) - len(whole)
+        result.samples = whole
+    result.skipped += Counter()  # without zeros
+    return result
+
+
+def _members(file: IO[bytes], result: Scan) -> Iterator[Member]:
+    """The plain files with safe names, in order; everything else is counted in `result`."""
+    handle = file.fileno()
+    end = os.fstat(handle).st_size
+    try:
+        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="backslashreplace") as tar:
+            while (header := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # or it would keep them all
+                if header.size < 0 or header.offset_data + header.size > end:
+                    damage = "cut off"
+                    break
+                reason = _unwanted(header)
+                if reason is None:
+                    yield Member(header.name, header.offset_data, header.size)
+                elif not header.isdir():
+                    result.skipped[reason] += 1
+            else:
+                tail = os.pread(handle, 2 * BLOCK, tar.offset)
+                if len(tail) >= BLOCK and not tail.strip(b"\0"):
+                    return  # two empty blocks: the end
+                damage = "end missing" if len(tail) < BLOCK else "damaged header"
+    except OSError:
+        raise
+    except Exception:  # tarfile raises nearly anything on damaged files
+        damage = "damaged header"
+    result.damaged = True
+    result.skipped[damage] += 1
+
+
+def _unwanted(header: tarfile.TarInfo) -> str | None:
+    if not header.isreg() or header.issparse():
+        return "link, device or sparse file"
+    parts = header.name.replace("\\", "/").split("/")
+    if parts[0] == "" or ".." in parts or any(ord(letter) < 32 for letter in header.name):
+        return "unsafe name"
+    return None
+
+
+def _prefix(name: str) -> str:
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]
+
+
+def _extension(name: str) -> str:
+    return "." + name.rpartition("/")[2].partition(".")[2].lower()
+
+
+def _close_sample(handle: int, group: list[Member], result: Scan) -> None:
+    images = [member for member in group if _extension(member.name).endswith(EXTENSIONS)]
+    if not images:
+        return
+    # `0001.jpg` before `0001.left.jpg`.
+    image = next((member for member in images if _extension(member.name) in EXTENSIONS), images[0])
+    result.skipped["further image of a sample"] += len(images) - 1
+    if image.size > MAX_MEMBER:
+        result.skipped[f"larger than {MAX_MEMBER >> 20} MB"] += 1
+        return
+    label = -1
+    for member in group:
+        if _extension(member.name) in (".cls", ".json") and label < 0:
+            label = _read_label(handle, member)
+    result.samples.append(Sample(image, label))
+
+
+def _read_label(handle: int, member: Member) -> int:
+    """The class in a .cls, or in a .json under cls, label or class; -1 where there is none."""
+    if member.size > _MAX_LABEL:
+        return -1
+    try:
+        value = json.loads(os.pread(handle, member.size, member.offset))
+    except (ValueError, RecursionError):
+        return -1
+    if isinstance(value, dict):
+        value = next((value[key] for key in _LABEL_FIELDS if key in value), None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else -1
