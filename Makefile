@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-slow check format figures bench faults soak clean
+.PHONY: setup demo test test-slow test-minimum check format figures bench faults soak clean
 
 setup: .venv/.installed
 
@@ -24,6 +24,17 @@ test: check
 
 test-slow: setup
 	$(PYTEST)
+
+# The quick tests with the lowest versions that pyproject.toml allows, in an environment of their own.
+test-minimum: .venv-minimum/.installed
+	OMP_NUM_THREADS=1 .venv-minimum/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow"
+
+.venv-minimum/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-minimum
+	sed -nE 's/^ +"([A-Za-z0-9_-]+)(\[[a-z]+\])?>=([0-9.]+).*/\1==\3/p' pyproject.toml > .venv-minimum/constraints.txt
+	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-minimum/constraints.txt -e '.[dev]'
+	touch $@
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -53,4 +64,4 @@ soak: setup
 	$(BIN)/python -m tests.faults.soak $(MINUTES)
 
 clean:
-	rm -rf .venv build dist runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-minimum build dist runs .mypy_cache .pytest_cache .ruff_cache
