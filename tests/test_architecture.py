@@ -38,10 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipes": {"config", "methods.options"},
     "study": {
         *("files", "config", "recipes", "data", "nn", "interop", "methods.method", "train", "evaluate", "report"),
-        *("distributed", "device", "progress", "launch", "settings", "methods.options"),
+        *("distributed", "device", "progress", "launch", "settings", "methods.options", "build"),
     },
 }
-MAY_IMPORT["build"] = set(MAY_IMPORT) - {"report"}
+MAY_IMPORT["build"] = set(MAY_IMPORT) - {"report", "study"}
 MAY_IMPORT["verbs"] = set(MAY_IMPORT)
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["ablate"] = set(MAY_IMPORT)

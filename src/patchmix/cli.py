@@ -51,7 +51,7 @@ VERBS = {
     "show map": Verb(s.ShowMap, "patchmix.verbs:show_map", alone=True),
     "report": Verb(s.Report, "patchmix.verbs:report", alone=True),
     "flops": Verb(s.Flops, "patchmix.verbs:flops"),
-    "bench": Verb(s.Bench, "patchmix.verbs:bench", compute=True),
+    "bench": Verb(s.Bench, "patchmix.study.bench:bench", compute=True),
     "doctor": Verb(s.Doctor, "patchmix.study.doctor:doctor"),
     "recipes": Verb(s.Recipes, "patchmix.verbs:recipes"),
     "demo": Verb(s.Demo, "patchmix.demo:demo", compute=True, alone=True),

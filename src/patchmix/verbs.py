@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -177,47 +176,3 @@ def flops(settings: s.Flops) -> None:
 
     rest = _rest(settings, "method", "model", "count")
     print_flops(settings.method, settings.model, build=weightless if settings.count else None, **rest)
-
-
-def bench(settings: s.Bench) -> None:
-    from timm.models.vision_transformer import VisionTransformer
-
-    from patchmix import build
-    from patchmix.device import resolve_device
-    from patchmix.interop.backbone import Architecture
-    from patchmix.study.bench import measure_speed, print_speed
-    from patchmix.study.flops import METHODS, Sizes, method_flops
-    from patchmix.train.allocator import keep_freed_memory, return_freed_memory
-
-    config = settings.run
-    target = resolve_device(config.runtime.device)
-    if target.type == "cpu":
-        (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
-    source = build.build_source(config)
-    made = build.build_method(config).to(target).train()
-    encoder = made.encoder
-    assert isinstance(encoder, VisionTransformer)
-    shape = Architecture.of(config.model.name, encoder)
-    loader = build.build_loader(config, source, shape.image_size, pin_memory=target.type == "cuda")
-    flops = None
-    if config.method.name in METHODS:
-        options = dataclasses.asdict(config.method.options)
-        heads = {key: options[key] for key in ("head_hidden", "head_out") if key in options}
-        sizes = Sizes(
-            shape.image_size, shape.patch_size, encoder.embed_dim, len(encoder.blocks), config.model.in_chans, **heads
-        )
-        crops = {"local_crops": config.views.local_crops, "local_size": config.views.local_size}
-        flops = method_flops(config.method.name, sizes, batch=loader.micro_batch_size, attention=True, **crops)
-    speed = measure_speed(
-        made,
-        loader.batches(),
-        build.build_prepare(views=config.views, in_chans=config.model.in_chans),
-        build.build_plan(config, loader.steps_per_epoch, target),
-        device=target,
-        flops=flops,
-        steps=settings.steps,
-    )
-    if settings.as_json:
-        print(json.dumps(dataclasses.asdict(speed), indent=1))
-    else:
-        print_speed(speed, f"{config.method.name}, {config.model.name}")

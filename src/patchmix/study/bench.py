@@ -7,23 +7,31 @@ round gives one ratio, and the median of the ratios is reported with the lowest 
 from __future__ import annotations
 
 import itertools
+import json
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from patchmix import build
 from patchmix.data.loader import Batch
+from patchmix.device import resolve_device
+from patchmix.interop.backbone import Architecture
 from patchmix.methods.method import Method
+from patchmix.settings import Bench
+from patchmix.study.flops import METHODS, Sizes, method_flops
+from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.loop import Plan, build_optimizer, train_step, wrap
 
 PROGRESS = 1e-3  # of the training, in every measured step
@@ -63,6 +71,41 @@ class Speed:
     compiling_seconds: float | None = None  # by which the first step took longer than the others
 
 
+def bench(settings: Bench[Any]) -> None:
+    """Prints how fast the run's configuration trains here."""
+    config = settings.run
+    device = resolve_device(config.runtime.device)
+    if device.type == "cpu":
+        (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
+    method = build.build_method(config).to(device).train()
+    encoder = method.encoder
+    assert isinstance(encoder, VisionTransformer)
+    shape = Architecture.of(config.model.name, encoder)
+    source = build.build_source(config)
+    loader = build.build_loader(config, source, shape.image_size, pin_memory=device.type == "cuda")
+    flops = None
+    if config.method.name in METHODS:
+        options = asdict(config.method.options)
+        heads = {key: options[key] for key in ("head_hidden", "head_out") if key in options}
+        depth, in_chans = len(encoder.blocks), config.model.in_chans
+        sizes = Sizes(shape.image_size, shape.patch_size, encoder.embed_dim, depth, in_chans, **heads)
+        crops: dict[str, Any] = {"local_crops": config.views.local_crops, "local_size": config.views.local_size}
+        flops = method_flops(config.method.name, sizes, batch=loader.micro_batch_size, attention=True, **crops)
+    speed = measure_speed(
+        method,
+        loader.batches(),
+        build.build_prepare(views=config.views, in_chans=config.model.in_chans),
+        build.build_plan(config, loader.steps_per_epoch, device),
+        device=device,
+        flops=flops,
+        steps=settings.steps,
+    )
+    if settings.as_json:
+        print(json.dumps(asdict(speed), indent=1))
+    else:
+        print_speed(speed, f"{config.method.name}, {config.model.name}")
+
+
 def measure_speed(
     method: Method,
     batches: Iterator[Batch],
@@ -73,7 +116,7 @@ def measure_speed(
     flops: float | None,
     steps: int = 5,
 ) -> Speed:
-    """Trains a few steps. `flops`: of one step by the closed form, forward and backward."""
+    """Trains a few steps. `flops`: of one forward and backward pass, by the closed form."""
     before = 0 if device.type == "cuda" else resident_bytes()
     reset_peak(device)
     views = prepare(next(batches).to(device))
@@ -87,7 +130,7 @@ def measure_speed(
     waited, began = 0.0, time.perf_counter()
     for _ in range(steps):
         asked = time.perf_counter()
-        batch = next(batches)
+        *_, batch = itertools.islice(batches, plan.accumulate)
         waited += time.perf_counter() - asked
         step.views = prepare(batch.to(device))
         step()
@@ -99,12 +142,14 @@ def measure_speed(
     whole = sum(phases.seconds.values())
     share = None
     if flops is not None:
+        flops *= plan.accumulate
         share = Spread.of([flops / t / rate for t, rate in zip(times["step"], times["gemm"], strict=True)])
     spread = Spread.of(times["step"])
+    images = len(views[0]) * plan.accumulate
     return Speed(
         device=str(device),
-        batch_size=len(views[0]),
-        images_per_second=len(views[0]) / spread.median,
+        batch_size=images,
+        images_per_second=images / spread.median,
         step_seconds=spread,
         gemm_gflops=max(times["gemm"]) / 1e9,
         ceiling_share=share,
