@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-slow test-minimum check format figures bench faults soak clean
+.PHONY: setup demo test test-slow test-minimum check format figures reference bench faults soak clean
 
 setup: .venv/.installed
 
@@ -48,6 +48,10 @@ format: setup
 # The pictures of README and docs: make figures RUN=runs/cifar-small
 figures: setup
 	$(BIN)/python docs/figures.py $(RUN)
+
+# The tables of options in docs/reference.md, from the code.
+reference: setup
+	$(BIN)/python docs/reference.py
 
 # Ratios against plain baselines, each with its target: make bench, or make bench ARGS="step --quick"
 bench: setup

@@ -1,8 +1,8 @@
-"""A new method is a class, its options and a line of registration: SimSiam (Chen and He, CVPR 2021), on shapes.
+"""A new method in one file: SimSiam (Chen and He, CVPR 2021), trained on generated shapes.
 
     python examples/new_method.py runs/simsiam
 
-Everything else (views, loop, schedules, checkpoints, several processes, evaluation, export) works as it is.
+Views, training loop, schedules, checkpoints, several processes, evaluation and export work without changes.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import patchmix
-from patchmix.build import METHOD_OPTIONS, METHODS
+from patchmix.build import METHODS
 from patchmix.methods.method import Method
+from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.heads import mlp_head
 from patchmix.nn.passes import project
 
 
 @dataclass(frozen=True)
 class SimSiamOptions:
-    hidden: int = 512  # width of the heads' hidden layers
-    out: int = 128  # size of the projections and predictions
+    hidden: int = 512  # Width of the heads' hidden layers.
+    out: int = 128  # Size of the projections and predictions.
 
 
 class SimSiam(Method):
@@ -51,11 +51,9 @@ def cosine(p: Tensor, z: Tensor) -> Tensor:
 METHODS["simsiam"], METHOD_OPTIONS["simsiam"] = SimSiam, SimSiamOptions
 
 
-def main(out: str = "runs/simsiam", epochs: float = 12, settings: Sequence[str] = (), **options: Any) -> patchmix.Run:
-    chosen = ["method.name=simsiam", *settings]
-    return patchmix.pretrain("shapes", out, recipe="demo", epochs=epochs, settings=chosen, **options)
+def main(out: str = "runs/simsiam", epochs: float = 12, **settings: Any) -> patchmix.Run:
+    return patchmix.pretrain("shapes", out, recipe="demo", method="simsiam", epochs=epochs, **settings)
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     print(main(*sys.argv[1:2]).knn("shapes"))

@@ -6,6 +6,7 @@ training and the sizes of networks are replaced; runs and files that a page take
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -27,7 +28,7 @@ from patchmix.study.ablation_rows import rows_of
 from tests.evaluate.detection.conftest import write_split
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 NAMED_SETS = {"imagenet", "cifar10", "cifar100", "shapes", "shapes:5000", "../shared/data/cifar10"}
 SMALL_RUN = [
@@ -168,3 +169,13 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+?)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} → {target}"
+
+
+def test_the_reference_lists_the_options_of_the_code() -> None:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert page == script.render(), "docs/reference.md is out of date; write it again with `make reference`"
+    assert "| |\n" not in page.replace("| command | |\n", "").replace("| default | |\n", ""), "an option has no help"

@@ -17,20 +17,20 @@ MixName = Literal["patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "r
 class PatchMixOptions:
     """PatchMix; docs/fidelity.md compares the paper with the authors' code, option by option."""
 
-    mix: MixName = "patchmix"  # how images are mixed
-    num_mix: int | tuple[int, ...] = 3  # M, images per mix of patchmix; of several values each step draws one
-    temperature: Temperature = 0.2  # τ
-    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of origin-to-origin, mix-to-origin and mix-to-mix
-    normalize_mix_to_mix: bool = False  # scale the rows of ω to sum to 1; as printed they sum to M
-    mix_across: bool = False  # mix over the batch of all processes, not within each process's part
-    label_smoothing: Fraction = 0.0  # of the origin-to-origin targets
-    mixed_query: Literal[1, 2] = 1  # the view that is mixed to make the mixed query
-    momentum_encoder: bool = True  # keys from a momentum encoder; otherwise from the encoder itself
-    momentum: Fraction = 0.996  # μ at the start; rises to 1 by a cosine
-    momentum_stages: Annotated[int, Ge(0)] = 0  # let μ rise in this many equal stages; 0: every step
-    momentum_update: Literal["after_step", "before_keys"] = "after_step"  # when the momentum encoder is updated
-    head_hidden: Count = 4096  # width of the heads' hidden layers
-    head_out: Count = 256  # size of the projections and predictions
+    mix: MixName = "patchmix"  # How images are mixed.
+    num_mix: int | tuple[int, ...] = 3  # M, images per mix; each step draws one of several values.
+    temperature: Temperature = 0.2  # Temperature τ.
+    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # Of origin-to-origin, mix-to-origin and mix-to-mix.
+    normalize_mix_to_mix: bool = False  # Scale the rows of ω to sum to 1; in the paper they sum to M.
+    mix_across: bool = False  # Mix over the batch of all processes, not per process.
+    label_smoothing: Fraction = 0.0  # Label smoothing of origin-to-origin.
+    mixed_query: Literal[1, 2] = 1  # The view that is mixed to make the query.
+    momentum_encoder: bool = True  # Compute keys by a momentum encoder, otherwise by the encoder itself.
+    momentum: Fraction = 0.996  # Momentum μ at the start; it rises to 1 by a cosine.
+    momentum_stages: Annotated[int, Ge(0)] = 0  # Raise μ in this many equal stages; 0 raises it every step.
+    momentum_update: Literal["after_step", "before_keys"] = "after_step"  # When the momentum encoder is updated.
+    head_hidden: Count = 4096  # Width of the heads' hidden layers.
+    head_out: Count = 256  # Size of the projections and predictions.
 
     def __post_init__(self) -> None:
         if not any(self.weights):
@@ -41,107 +41,107 @@ class PatchMixOptions:
 class MoCoV3Options:
     """MoCo v3: the paper's for ViT (Section 3 and Section 4.2, "Stability")."""
 
-    temperature: Temperature = 0.2  # τ
-    momentum: Fraction = 0.99  # m at the start; rises to 1 by a cosine
-    frozen_patch_embed: bool = True  # keep the random patch projection (Section 4.2)
-    head_hidden: Count = 4096  # width of the heads' hidden layers
-    head_out: Count = 256  # size of the projections and predictions
+    temperature: Temperature = 0.2  # Temperature τ.
+    momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.
+    frozen_patch_embed: bool = True  # Keep the random patch projection fixed (Section 4.2).
+    head_hidden: Count = 4096  # Width of the heads' hidden layers.
+    head_out: Count = 256  # Size of the projections and predictions.
 
 
 @dataclass(frozen=True)
 class SimCLROptions:
     """SimCLR: the paper's for ImageNet; for CIFAR-10 it takes τ = 0.5 (appendix B.9)."""
 
-    temperature: Temperature = 0.1  # τ
-    head_layers: Count = 2  # layers of the projection head
-    head_hidden: Count = 2048  # width of its hidden layers
-    head_out: Count = 128  # size of the projections
+    temperature: Temperature = 0.1  # Temperature τ.
+    head_layers: Count = 2  # Layers of the projection head.
+    head_hidden: Count = 2048  # Width of the head's hidden layers.
+    head_out: Count = 128  # Size of the projections.
 
 
 @dataclass(frozen=True)
 class BYOLOptions:
     """BYOL: the paper's for 1000 epochs (Section 3.3)."""
 
-    momentum: Fraction = 0.996  # τ_base; rises to 1 by a cosine
-    head_hidden: Count = 4096  # width of the heads' hidden layers
-    head_out: Count = 256  # size of the projections and predictions
+    momentum: Fraction = 0.996  # Momentum τ_base at the start; it rises to 1 by a cosine.
+    head_hidden: Count = 4096  # Width of the heads' hidden layers.
+    head_out: Count = 256  # Size of the projections and predictions.
 
 
 @dataclass(frozen=True)
 class SwAVOptions:
     """SwAV: the paper's (Section 4 and appendix A); epochs are fractions of the training here."""
 
-    prototypes: Count = 3000  # how many
-    temperature: Temperature = 0.1  # τ
-    epsilon: Temperature = 0.05  # ε of the Sinkhorn iterations
-    sinkhorn_iterations: Annotated[int, Ge(0)] = 3  # how many
-    freeze_prototypes: Fraction = 0.01  # fraction of the training in which prototypes stay fixed
-    queue_length: Annotated[int, Ge(0)] = 0  # embeddings of earlier steps that balance small batches; 0: no queue
-    queue_start: Fraction = 0.04  # fraction of the training after which the queue is filled and used
-    head_hidden: Count = 2048  # width of the head's hidden layer
-    head_out: Count = 128  # size of the projections
+    prototypes: Count = 3000  # Number of prototypes.
+    temperature: Temperature = 0.1  # Temperature τ.
+    epsilon: Temperature = 0.05  # Regularization ε of the Sinkhorn iterations.
+    sinkhorn_iterations: Annotated[int, Ge(0)] = 3  # Number of Sinkhorn iterations.
+    freeze_prototypes: Fraction = 0.01  # Fraction of the training with fixed prototypes.
+    queue_length: Annotated[int, Ge(0)] = 0  # Embeddings kept from earlier steps, for small batches; 0 is off.
+    queue_start: Fraction = 0.04  # Fraction of the training after which the queue is used.
+    head_hidden: Count = 2048  # Width of the head's hidden layer.
+    head_out: Count = 128  # Size of the projections.
 
 
 @dataclass(frozen=True)
 class DINOOptions:
     """DINO: the paper's for ViT (Section 3.2); epochs are fractions of the training here."""
 
-    student_temperature: Temperature = 0.1  # τ_s
-    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # τ_t at the start and after its warm-up
-    teacher_warmup: Fraction = 0.1  # fraction of the training in which τ_t rises
-    center_momentum: Fraction = 0.9  # m of Eq. 4
-    momentum: Fraction = 0.996  # λ at the start; rises to 1 by a cosine
-    freeze_last_layer: Fraction = 0.01  # fraction of the training in which prototypes stay fixed
-    norm_last_layer: bool = True  # keep prototypes at length 1
-    head_hidden: Count = 2048  # width of the head's hidden layers
-    head_bottleneck: Count = 256  # size of what is compared with the prototypes
-    head_out: Count = 65536  # K, the number of prototypes
+    student_temperature: Temperature = 0.1  # Temperature of the student, τ_s.
+    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # τ_t at the start and after its warm-up.
+    teacher_warmup: Fraction = 0.1  # Fraction of the training in which τ_t rises.
+    center_momentum: Fraction = 0.9  # Momentum of the center, m in Eq. 4.
+    momentum: Fraction = 0.996  # Momentum λ at the start; it rises to 1 by a cosine.
+    freeze_last_layer: Fraction = 0.01  # Fraction of the training with fixed prototypes.
+    norm_last_layer: bool = True  # Keep prototypes at unit length.
+    head_hidden: Count = 2048  # Width of the head's hidden layers.
+    head_bottleneck: Count = 256  # Size of the vectors that are compared with the prototypes.
+    head_out: Count = 65536  # K, the number of prototypes.
 
 
 @dataclass(frozen=True)
 class IBOTOptions:
     """iBOT: the paper's for ViT (Section 4 and appendix B); epochs are fractions of the training here."""
 
-    weights: tuple[float, float] = (1.0, 1.0)  # of L_CLS and L_MIM
-    mask_probability: Fraction = 0.5  # of a view to be masked at all
-    mask_ratio: tuple[Fraction, Fraction] = (0.1, 0.5)  # fraction of its patches, drawn uniformly in between
-    student_temperature: Temperature = 0.1  # τ_s
-    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # of class tokens: start, after the warm-up
-    teacher_patch_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # of patch tokens
-    teacher_warmup: Fraction = 0.1  # fraction of the training in which both rise
-    center_momentum: Fraction = 0.9  # m
-    center_patch_momentum: Fraction = 0.9  # m′
-    momentum: Fraction = 0.996  # l at the start; rises to 1 by a cosine
-    freeze_last_layer: Fraction = 0.01  # fraction of the training in which prototypes stay fixed
-    norm_last_layer: bool = True  # keep prototypes at length 1
-    head_hidden: Count = 2048  # width of the head's hidden layers
-    head_bottleneck: Count = 256  # size of what is compared with the prototypes
-    head_out: Count = 8192  # K, the number of prototypes; one head serves class and patch tokens
+    weights: tuple[float, float] = (1.0, 1.0)  # Of L_CLS and L_MIM.
+    mask_probability: Fraction = 0.5  # Probability that a view is masked.
+    mask_ratio: tuple[Fraction, Fraction] = (0.1, 0.5)  # Range of the fraction of masked patches.
+    student_temperature: Temperature = 0.1  # Temperature of the student, τ_s.
+    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # τ_t of class tokens: start, end of warm-up.
+    teacher_patch_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # τ_t of patch tokens.
+    teacher_warmup: Fraction = 0.1  # Fraction of the training in which both τ_t rise.
+    center_momentum: Fraction = 0.9  # Momentum of the center of class tokens, m.
+    center_patch_momentum: Fraction = 0.9  # Momentum of the center of patch tokens, m′.
+    momentum: Fraction = 0.996  # Momentum l at the start; it rises to 1 by a cosine.
+    freeze_last_layer: Fraction = 0.01  # Fraction of the training with fixed prototypes.
+    norm_last_layer: bool = True  # Keep prototypes at unit length.
+    head_hidden: Count = 2048  # Width of the head's hidden layers.
+    head_bottleneck: Count = 256  # Size of the vectors that are compared with the prototypes.
+    head_out: Count = 8192  # K, the number of prototypes; one head serves class and patch tokens.
 
 
 @dataclass(frozen=True)
 class SDMPOptions:
     """SDMP: the authors' for ViT."""
 
-    mix: Literal["resizemix", "cutmix", "mixup", "all"] = "resizemix"  # "all" draws one of the three for each step
-    weights: tuple[float, float, float] = (1.0, 0.5, 0.5)  # of source-to-source, mix-to-source and mix-to-mix
-    temperature: Temperature = 0.2  # τ
-    momentum: Fraction = 0.99  # m at the start; rises to 1 by a cosine
-    frozen_patch_embed: bool = True  # keep the random patch projection, as MoCo v3
-    head_hidden: Count = 4096  # width of the heads' hidden layers
-    head_out: Count = 256  # size of the projections and predictions
+    mix: Literal["resizemix", "cutmix", "mixup", "all"] = "resizemix"  # The mix; "all" draws one of the three per step.
+    weights: tuple[float, float, float] = (1.0, 0.5, 0.5)  # Of source-to-source, mix-to-source and mix-to-mix.
+    temperature: Temperature = 0.2  # Temperature τ.
+    momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.
+    frozen_patch_embed: bool = True  # Keep the random patch projection fixed, as in MoCo v3.
+    head_hidden: Count = 4096  # Width of the heads' hidden layers.
+    head_out: Count = 256  # Size of the projections and predictions.
 
 
 @dataclass(frozen=True)
 class RegionCLOptions:
     """RegionCL: regions and weights as in the paper; the rest is MoCo v3's (the paper has a ResNet)."""
 
-    region_sides: tuple[float, float] = (1 / 7, 3 / 7)  # smallest and largest side of the region, of the image's side
-    weights: tuple[float, float] = (1.0, 1.0)  # of the instance level and the region level
-    temperature: Temperature = 0.2  # τ
-    momentum: Fraction = 0.99  # m at the start; rises to 1 by a cosine
-    head_hidden: Count = 4096  # width of the heads' hidden layers
-    head_out: Count = 256  # size of the projections and predictions
+    region_sides: tuple[float, float] = (1 / 7, 3 / 7)  # Range of the region's side, as a fraction of the image's.
+    weights: tuple[float, float] = (1.0, 1.0)  # Of the instance level and the region level.
+    temperature: Temperature = 0.2  # Temperature τ.
+    momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.
+    head_hidden: Count = 4096  # Width of the heads' hidden layers.
+    head_out: Count = 256  # Size of the projections and predictions.
 
 
 METHOD_OPTIONS: dict[str, type[Any]] = {
