@@ -177,11 +177,9 @@ class Detect:
     clip_grad: NonNegative = 0.0  # Largest norm of the gradients; 0 is off.
     scale: tuple[float, float] = (0.1, 2.0)  # Range of large-scale jitter; 1 fits the image to the input.
     flip: bool = True  # Flip half of the images.
-    keep_empty: bool = False  # Also train on images without objects.
     rois_per_image: Annotated[int, Ge(4)] = 512  # Region proposals per image in training.
     recompute: bool = False  # Activation checkpointing: less memory, about a third more time.
     evaluate_every: NonNegative = 10.0  # Epochs between evaluations; 0: at the end only.
-    eval_batch_size: Count = 1  # Images per step of the evaluation, in each process.
     encoder: Literal["base", "momentum"] | None = None  # By default the one that the checkpoint's project evaluates.
     device: Device = "auto"  # auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.

@@ -1,28 +1,45 @@
-"""Features of a set of images: the encoder in evaluation mode, one pass over all processes.
+"""Features of a set of images: computed in one pass over all processes, kept on disk, or written to a file.
 
 Shapes: N images of the source that can be decoded, D = the encoder's width.
 """
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import hashlib
+import io
+import json
+import os
+import re
+import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix import distributed
-from patchmix.data.contract import Groups, Labels, Source, groups_of
-from patchmix.data.decode import Pixels
+from patchmix.data.contract import Source
 from patchmix.data.loader import one_pass
+from patchmix.data.sources import open_source
 from patchmix.data.views import CenterCrop, as_channels, to_float
+from patchmix.device import resolve_device
+from patchmix.files import replacing, writing
+from patchmix.interop.backbone import Backbone
+from patchmix.interop.loading import load_backbone
 from patchmix.nn.class_token import class_tokens
 from patchmix.progress import progress_bar
+from patchmix.settings import Embed
 
 Pool = Literal["token", "mean"]
 LAYERS: dict[str, str] = {
@@ -31,73 +48,89 @@ LAYERS: dict[str, str] = {
 }
 GATHERED_ROWS = 4096  # of each process, sent at a time
 SMALL_IMAGES = 64  # up to here images are evaluated whole, above with the usual margin of 8/7 (256 → 224)
+KEPT_BYTES = 10 * 2**30  # of all features on disk together; beyond that, those unused for longest go
+_VERSION = 1  # part of every key: raise it when the same arguments give other features
 
 
 @dataclass(frozen=True)
 class Features:
-    """What an encoder makes of a source, in the source's order."""
+    """An encoder's output for a source, in the source's order."""
 
     vectors: Tensor  # (N, D), float32, on the CPU
     labels: Tensor | None  # (N,)
     indices: Tensor  # (N,), positions in the source
 
 
-class Part:
-    """Some of a source's samples, by their positions in it."""
+class FeatureExtractor:
+    """Features of sources by one encoder, computed, or loaded where an earlier evaluation kept them on disk."""
 
-    def __init__(self, source: Source, positions: npt.NDArray[np.int64], *, name: str | None = None) -> None:
-        self._source = source
-        self.positions = positions
-        self.name = source.name if name is None else name
-        self.labels: Labels | None = None if source.labels is None else source.labels[positions]
-        self.classes = source.classes
-        self.groups = _groups_at(groups_of(source), positions)
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        device: torch.device,
+        pool: Pool = "token",
+        resize: int | None = None,
+        workers: int = 0,
+        batch_size: int = 256,
+        cache: bool = True,
+    ) -> None:
+        """`resize`: shorter side before the center crop; None takes `usual_resize` of the encoder's image size."""
+        self.backbone = backbone
+        self.image_size = backbone.architecture.image_size
+        self.resize = usual_resize(self.image_size) if resize is None else resize
+        self.pool = pool
+        self.device = device
+        self._digest = backbone.digest()
+        self._workers = workers
+        self._batch_size = batch_size
+        self._cache = cache
 
-    def __len__(self) -> int:
-        return len(self.positions)
+    def record(self) -> dict[str, Any]:
+        """What a result says about how images became features."""
+        return {"layer": LAYERS[self.pool], "image_size": self.image_size, "resize": self.resize}
 
-    def load(self, index: int) -> Pixels:
-        return self._source.load(int(self.positions[index]))
+    def features(self, source: Source) -> Features:
+        """(N, D) features with labels, in the source's order, on every process."""
+        path = cache_folder() / f"{self._key(source)}.safetensors"
+        if self._cache:
+            kept = _load(path, source)
+            # All processes read, or all compute: a home folder need not be shared between machines.
+            if not distributed.any_process(kept is None, self.device):
+                assert kept is not None
+                return kept
+        features = extract(
+            self.backbone.encoder().to(self.device),
+            source,
+            image_size=self.image_size,
+            resize=self.resize,
+            mean=self.backbone.mean,
+            std=self.backbone.std,
+            device=self.device,
+            pool=self.pool,
+            batch_size=self._batch_size,
+            workers=self._workers,
+            progress=True,
+        )
+        check_finite(features.vectors, source.name)
+        if self._cache and distributed.is_main():
+            _keep(path, features)
+        return features
 
-    def key(self, index: int) -> str:
-        return self._source.key(int(self.positions[index]))
-
-    def fingerprint(self) -> str:
-        """The source's, with a sum over the positions: other positions, another fingerprint."""
-        chosen = hashlib.sha256(self.positions.astype("<i8").tobytes()).hexdigest()[:16]
-        return f"{self._source.fingerprint()}-{chosen}"
-
-
-class Subset(Part):
-    """At most `limit` of a source's samples, spread evenly over it and always the same ones.
-
-    Where samples lie in groups (shards), they are spread over as many groups as may be in use at a time.
-    """
-
-    def __init__(self, source: Source, limit: int) -> None:
-        positions = np.arange(len(source), dtype=np.int64)
-        groups = groups_of(source)
-        if groups is not None and len(groups.starts) > groups.window:
-            few = np.linspace(0, len(groups.starts) - 1, groups.window).round().astype(np.int64)
-            inside = np.isin(np.searchsorted(groups.starts, positions, side="right") - 1, few)
-            positions = positions[inside]
-        count = min(limit, len(positions))
-        super().__init__(source, positions[np.linspace(0, len(positions) - 1, count).round().astype(np.int64)])
-
-
-def _groups_at(groups: Groups | None, positions: npt.NDArray[np.int64]) -> Groups | None:
-    """The groups of some of a source's samples, if these are in order: (n,) positions."""
-    if groups is None or not len(positions) or bool((np.diff(positions) < 0).any()):
-        return None
-    return Groups(np.unique(np.searchsorted(positions, groups.starts[groups.starts <= positions[-1]])), groups.window)
-
-
-def usual_resize(image_size: int) -> int:
-    """To what the shorter side is resized before the central crop, where nothing else is asked for.
-
-    Small images (CIFAR) are taken whole; larger ones get the margin that is usual on ImageNet, 224 → 256.
-    """
-    return image_size if image_size <= SMALL_IMAGES else round(image_size * 256 / 224)
+    def _key(self, source: Source) -> str:
+        # The architecture is part of it: the number of heads changes features and shows in no weight.
+        described = {
+            "version": _VERSION,
+            "weights": self._digest,
+            "architecture": repr(self.backbone.architecture),
+            "data": source.fingerprint(),
+            "size": self.image_size,
+            "resize": self.resize,
+            "mean": self.backbone.mean,
+            "std": self.backbone.std,
+            "pool": self.pool,
+        }
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:40]
 
 
 @torch.inference_mode()
@@ -115,7 +148,7 @@ def extract(
     workers: int = 0,
     progress: bool = False,
 ) -> Features:
-    """One pass over the source; images resized on their shorter side to `resize` and centre-cropped.
+    """One pass over the source; images resized on their shorter side to `resize` and center-cropped.
 
     Under torchrun every process must call this: each takes a part, and each gets the features of all, in the source's
     order. `encoder` is on `device`; it computes in evaluation mode and comes back in the mode that it was in.
@@ -135,40 +168,22 @@ def extract(
             for batch in one_pass(
                 source, transform, batch_size=batch_size, workers=workers, rank=rank, world_size=world_size
             ):
-                found = len(batch.indices)
-                if found:
+                decoded = len(batch.indices)
+                if decoded:
                     images = to_float(batch.views[0].to(device, non_blocking=True), mean, std)
                     output = pooled(encoder, images, pool).float().cpu()
-                    if not count:  # one block that is filled, where a list and its concatenation would need two
+                    if not count:  # one block that is filled: a list and its concatenation would need two
                         vectors = torch.empty(part, output.shape[1])
-                    vectors[count : count + found] = output
-                    indices[count : count + found] = batch.indices
-                    count += found
-                advance(found + len(batch.bad))
+                    vectors[count : count + decoded] = output
+                    indices[count : count + decoded] = batch.indices
+                    count += decoded
+                advance(decoded + len(batch.bad))
     finally:
         encoder.train(was_training)
     vectors, indices = gather_rows(vectors[:count], device), gather_rows(indices[:count], device)
     if not len(indices):
         raise ValueError(f"{source.name} has no image that can be decoded; check its files")
-    return Features(vectors, labels_at(source, indices), indices)
-
-
-def check_finite(vectors: Tensor, whose: str) -> None:
-    """A ValueError where a feature is NaN or infinite: its similarities would mean nothing."""
-    if bool(torch.isfinite(vectors.sum(dtype=torch.float64))):  # one number that is not would show in the sum
-        return
-    finite = torch.isfinite(vectors).all(dim=1)
-    if not bool(finite.all()):
-        rows = finite.logical_not().nonzero().flatten()
-        raise ValueError(
-            f"{whose}: the features of {len(rows)} of {len(vectors)} images are NaN or infinite (the first: image "
-            f"{int(rows[0])}); the encoder's weights are broken, take an earlier checkpoint"
-        )
-
-
-def labels_at(source: Source, indices: Tensor) -> Tensor | None:
-    """The labels of some samples: (n,) → (n,), or None where the source has none."""
-    return None if source.labels is None else torch.from_numpy(source.labels)[indices]
+    return Features(vectors, _labels_at(source, indices), indices)
 
 
 def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
@@ -183,6 +198,27 @@ def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
     assert isinstance(encoder, VisionTransformer), "the mean over patch tokens needs a timm ViT"
     tokens: Tensor = encoder.forward_features(images)
     return tokens[:, encoder.num_prefix_tokens :].mean(dim=1)
+
+
+def usual_resize(image_size: int) -> int:
+    """The default size of the shorter side before the center crop.
+
+    Small images (CIFAR) are taken whole; larger ones get the margin that is usual on ImageNet, 224 → 256.
+    """
+    return image_size if image_size <= SMALL_IMAGES else round(image_size * 256 / 224)
+
+
+def check_finite(vectors: Tensor, whose: str) -> None:
+    """A ValueError where a feature is NaN or infinite: its similarities would mean nothing."""
+    if bool(torch.isfinite(vectors.sum(dtype=torch.float64))):  # one number that is not would show in the sum
+        return
+    finite = torch.isfinite(vectors).all(dim=1)
+    if not bool(finite.all()):
+        rows = finite.logical_not().nonzero().flatten()
+        raise ValueError(
+            f"{whose}: the features of {len(rows)} of {len(vectors)} images are NaN or infinite (the first: image "
+            f"{int(rows[0])}); the encoder's weights are broken, take an earlier checkpoint"
+        )
 
 
 @torch.no_grad()
@@ -210,3 +246,106 @@ def gather_rows(rows: Tensor, device: torch.device) -> Tensor:
             taken = max(0, min(len(block), counts[r] - begin))
             out[starts[r] + begin : starts[r] + begin + taken] = blocks[r, :taken]
     return out
+
+
+def _labels_at(source: Source, indices: Tensor) -> Tensor | None:
+    return None if source.labels is None else torch.from_numpy(source.labels)[indices]
+
+
+# -------------------------------------------------------------------------------------------------- features on disk
+
+
+def cache_folder() -> Path:
+    """$PATCHMIX_CACHE, else ~/.cache/patchmix/features. It may be deleted at any time."""
+    chosen = os.environ.get("PATCHMIX_CACHE")
+    return Path(chosen).expanduser() if chosen else Path("~/.cache/patchmix/features").expanduser()
+
+
+def _keep(path: Path, features: Features) -> None:
+    tensors = {"vectors": features.vectors.contiguous(), "indices": features.indices.contiguous()}
+    checks = {name: str(_checksum(tensor)) for name, tensor in tensors.items()}
+    try:
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata=checks)
+    except OSError as error:  # a full disk or a read-only home must not stop the evaluation
+        warnings.warn(f"features are not kept: {path.parent} can't be written ({error.strerror})", stacklevel=2)
+    else:
+        with contextlib.suppress(OSError):  # another process may be doing the same
+            _remove_unused(path)
+
+
+def _remove_unused(newest: Path) -> None:
+    """Removes the features unused for longest, but never the newest, until all are within KEPT_BYTES."""
+    kept = [path for path in newest.parent.glob("*.safetensors") if re.fullmatch("[0-9a-f]{40}", path.stem)]
+    total = 0
+    for path in sorted(kept, key=lambda path: (path == newest, path.stat().st_mtime), reverse=True):
+        total += path.stat().st_size
+        if total > KEPT_BYTES and path != newest:
+            path.unlink()
+
+
+def _load(path: Path, source: Source) -> Features | None:
+    """What `_keep` wrote, or None where it is missing or damaged."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            checks: dict[str, str] = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in ("vectors", "indices")}
+    except (SafetensorError, OSError):
+        return None
+    if any(checks.get(name) != str(_checksum(tensor)) for name, tensor in tensors.items()):
+        return None
+    with contextlib.suppress(OSError):  # a cache that others own
+        os.utime(path)  # used now
+    return Features(tensors["vectors"], _labels_at(source, tensors["indices"]), tensors["indices"])
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.numpy().data)
+
+
+# ------------------------------------------------------------------------------------------------------ patchmix embed
+
+
+def embed(settings: Embed) -> list[Path]:
+    """Writes path, label where there is one, and vector of every image; returns the files written.
+
+    Images that can't be decoded are left out. Under torchrun the work is split and the main process writes.
+    """
+    out = settings.out
+    if out.suffix not in (".parquet", ".npy"):
+        raise ValueError(f"{out} must end in .parquet or .npy")
+    device = resolve_device(settings.device)
+    with distributed.process_group(device):
+        try:  # sub-folders are labels where all images lie in one
+            source = open_source(settings.data, settings.split, class_folders=True)
+        except ValueError:
+            source = open_source(settings.data, settings.split)
+        backbone = load_backbone(settings.weights, encoder=settings.encoder)
+        extractor = FeatureExtractor(
+            backbone, device=device, pool=settings.pool, resize=settings.resize, workers=settings.workers
+        )
+        features = extractor.features(source)
+        if not distributed.is_main():
+            return []
+        paths = [source.key(int(i)) for i in features.indices]
+        labels = {} if features.labels is None else {"label": features.labels.tolist()}
+        return _write(out, features.vectors.numpy(), {"path": paths, **labels})
+
+
+def _write(out: Path, vectors: np.ndarray, columns: dict[str, list[Any]]) -> list[Path]:
+    with writing(out) as file:
+        if out.suffix == ".parquet":
+            column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
+            pq.write_table(pa.table({**columns, "vector": column}), file)
+            return [out]
+        np.save(file, vectors)
+    text = io.StringIO()
+    rows = csv.writer(text)
+    rows.writerow(columns)
+    rows.writerows(zip(*columns.values(), strict=True))
+    table = out.with_suffix(".csv")
+    with writing(table) as file:
+        file.write(text.getvalue().encode("utf-8", "surrogateescape"))
+    return [out, table]

@@ -1,185 +1,130 @@
 """Fine-tuning of the whole encoder with labels: the paper's third protocol, made of timm's own pieces.
 
-Shapes: N images, K classes.
+timm draws from the global generators of Python, NumPy and torch. Here they are seeded for each image from
+(seed, epoch, index) and restored afterwards, so that an image's augmentation depends neither on the worker that makes
+it nor on where a run was resumed. Shapes: N images, K classes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from PIL import Image, ImageOps
 from timm.data.mixup import Mixup
+from timm.data.random_erasing import RandomErasing
+from timm.data.transforms_factory import create_transform
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
 from patchmix import distributed
-from patchmix.data.contract import Source
-from patchmix.data.loader import Batch, Loader
+from patchmix.data.decode import Pixels
+from patchmix.data.loader import Batch
+from patchmix.data.randomness import hash_words
 from patchmix.data.views import as_channels, to_float
-from patchmix.device import autocast_dtype, resolve_device
-from patchmix.evaluate.augmentation import CROP_AREA, Erasing, TimmAugmentation, global_randomness, seed_globally
 from patchmix.evaluate.features import extract, usual_resize
-from patchmix.evaluate.labelled import open_labelled
-from patchmix.evaluate.results import Result, append_result
-from patchmix.evaluate.stored import encoder_name
-from patchmix.evaluate.supervised import BestScores, fit, top_accuracies, usual_batch, work_folder
-from patchmix.files import replacing
-from patchmix.interop.backbone import Backbone
+from patchmix.evaluate.protocol import SupervisedMethod, Task, fit, open_task, top_accuracies, usual_batch, work_folder
+from patchmix.evaluate.results import Result
+from patchmix.interop.backbone import Backbone, save_weights
 from patchmix.interop.exporting import timm_arguments
-from patchmix.methods.method import Method
-from patchmix.schedules import WarmupCosine
-from patchmix.train.loop import Plan
+from patchmix.settings import Finetune
 
+CROP_AREA = (0.08, 1.0)
 _TINY_DIM = 192  # up to this width an encoder takes ViT-T's learning rate
+_PIXELS, _ERASING = 0, 1  # streams of random numbers
+_NOT_RECORDED = ("weights", "data", "base_lr", "encoder", "device", "workers", "out")
 
 
-@dataclass(frozen=True)
-class FinetuneSettings:
-    """The authors' values. The learning rate is `base_lr` × batch / 256; None is 5e-4, and 1e-3 for ViT-T."""
-
-    epochs: float = 100.0
-    warmup_epochs: float = 10.0  # at most a tenth of the epochs
-    base_lr: float | None = None
-    min_lr: float = 1e-6
-    batch_size: int | None = None  # None: 256 up to 64 px, else 1024
-    weight_decay: float = 0.05
-    layer_decay: float = 0.75
-    drop_path: float = 0.1
-    rand_augment: str = "rand-m9-mstd0.5-inc1"
-    erasing: float = 0.25
-    mixup: float = 0.8
-    cutmix: float = 1.0
-    label_smoothing: float = 0.1
-    ema_decay: float = 0.9999
-    seed: int = 0
-
-    def check(self) -> None:
-        rules = [
-            ("epochs", self.epochs > 0, "above 0"),
-            ("warmup_epochs", self.warmup_epochs >= 0, "at least 0"),
-            ("base_lr", self.base_lr is None or self.base_lr > 0, "above 0"),
-            ("batch_size", self.batch_size is None or self.batch_size >= 2, "at least 2"),
-            ("weight_decay", self.weight_decay >= 0, "at least 0"),
-            ("layer_decay", 0 < self.layer_decay <= 1, "in (0, 1]; 1 trains all layers alike"),
-            ("drop_path", 0 <= self.drop_path < 1, "in [0, 1)"),
-            ("erasing", 0 <= self.erasing <= 1, "in [0, 1]"),
-            ("mixup", self.mixup >= 0, "at least 0; 0 is off"),
-            ("cutmix", self.cutmix >= 0, "at least 0; 0 is off"),
-            ("label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)"),
-            ("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)"),
-        ]
-        for name, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {rule}")
-
-
-def evaluate_finetune(
-    backbone: Backbone,
-    data: str | Path,
-    *,
-    settings: FinetuneSettings | None = None,
-    resize: int | None = None,
-    device: str = "auto",
-    workers: int = 0,
-    out: Path | None = None,
-) -> Result:
+def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
     """Trains the encoder and a classifier on the class token with labels, and tests both them and their average.
 
-    settings: see `FinetuneSettings`; the defaults are the authors'.
-    resize, device, workers: as in `evaluate_knn`.
-    out: a folder; one line is added to its results.jsonl. Checkpoints are kept in a folder there, the same call goes
-        on where one was stopped, and at the end model.safetensors and model_ema.safetensors are written beside them:
-        plain state dicts with the classifier. `details["timm"]` says how timm builds the model that loads them.
-    Metrics: "top1" and "top5" after the last epoch, "ema_top1" and "ema_top5" of the moving average of the weights,
-    and "best_top1", "best_ema_top1": the best epoch's as chosen on the test images, which flatters. Without a test
-    split, a fifth of the images is held out to test on.
+    Writes model.safetensors and model_ema.safetensors beside the checkpoints: plain state dicts with the classifier;
+    `details["timm"]` are the arguments with which timm builds the model that loads them. Metrics: "top1" and "top5"
+    after the last epoch, "ema_top1" and "ema_top5" of the moving average of the weights, and "best_top1",
+    "best_ema_top1": the best epoch's as chosen on the test images, which is optimistic. Without a test split, a fifth
+    of the images is held out to test on. `backbone` takes the place of `settings.weights`.
     """
-    settings = FinetuneSettings() if settings is None else settings
-    settings.check()
-    target = resolve_device(device)
-    with distributed.process_group(target):
-        labelled = open_labelled(data, many_passes=True)
-        had_test = labelled.test is not None
-        labelled = labelled.with_test()
-        assert labelled.test is not None
-        pixels = backbone.architecture.image_size
-        crop = {"image_size": pixels, "resize": usual_resize(pixels) if resize is None else resize}
-        world_size = distributed.world_size()
-        batch_size = settings.batch_size
-        if batch_size is None:  # Mixup pairs images, so every process needs an even number
-            batch_size = usual_batch(pixels, len(labelled.train), multiple=2 * world_size)
-        elif batch_size % (2 * world_size):
-            nearest = max(1, batch_size // (2 * world_size)) * 2 * world_size
-            raise ValueError(
-                f"batch size {batch_size} must be a multiple of {2 * world_size} (Mixup takes pairs in each of "
-                f"{world_size} processes); take {nearest}"
-            )
-        lr = (settings.base_lr or usual_base_lr(backbone)) * batch_size / 256
-        warmup = min(settings.warmup_epochs, 0.1 * settings.epochs)
-        told = asdict(settings) | {"batch_size": batch_size, "lr": lr, "warmup_epochs": warmup, **crop}
-        del told["base_lr"]
-        digest = backbone.digest()
-        identity = {
-            "settings": told,
-            "weights": digest,
-            "architecture": repr(backbone.architecture),
-            "data": labelled.fingerprint(),
+    with open_task(settings, backbone, needs_test=True, many_passes=True) as task:
+        shape, data = task.backbone.architecture, task.data
+        batch_size = _batch_size(settings, shape.image_size, len(data.train))
+        record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
+        record |= {
+            "batch_size": batch_size,
+            "lr": (settings.base_lr or usual_base_lr(task.backbone)) * batch_size / 256,
+            "warmup_epochs": min(settings.warmup_epochs, 0.1 * settings.epochs),
+            "image_size": shape.image_size,
+            "resize": settings.resize or usual_resize(shape.image_size),
         }
-        folder = work_folder(out, "finetune", identity)
+        identity = task.identity(record)
+        folder = work_folder(task.out, "finetune", identity)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            model = classifier(backbone, labelled.classes, drop_path=settings.drop_path)
-        method = FinetuneMethod(model, labelled.classes, settings).to(target).train()
-        last = _train(method, labelled.train, labelled.test, backbone, told, target, workers, folder, identity)
+            model = classifier(task.backbone, data.classes, drop_path=settings.drop_path)
+        method = FinetuneMethod(model, data.classes, settings).to(task.device).train()
+        last = _train(method, task, record, settings.workers, folder, identity)
         details: dict[str, Any] = {
             "best_epoch": last["best_top1_epoch"],
             "best_ema_epoch": last["best_ema_top1_epoch"],
             "best": "chosen on the test images",
         }
         if folder is not None:
-            details["timm"] = timm_call(backbone, labelled.classes)
+            details["timm"] = timm_call(task.backbone, data.classes)
             details["model"] = str(folder / "model.safetensors")
             if distributed.is_main():
-                save_classifiers(method, backbone, folder, labelled.train.classes)
-        wanted = ("top1", "top5", "ema_top1", "ema_top5", "best_top1", "best_ema_top1")
-        result = Result(
-            protocol="finetune",
-            metrics={name: value for name, value in last.items() if name in wanted},
-            images=method.tested,
-            data=str(data),
-            fingerprint=labelled.fingerprint(),
-            encoder=encoder_name(backbone),
-            weights=digest,
-            settings=told
-            | {
-                "optimizer": "AdamW",
-                "crop_area": list(CROP_AREA),
-                "test": "test split" if had_test else "a fifth held out",
-            },
-            details=details,
+                _save_classifiers(method, task.backbone, folder, data.train.classes)
+        names = ("top1", "top5", "ema_top1", "ema_top5", "best_top1", "best_ema_top1")
+        metrics = {name: value for name, value in last.items() if name in names}
+        record |= {"optimizer": "AdamW", "crop_area": list(CROP_AREA), "test": data.tested_on}
+        return task.result("finetune", metrics, method.tested, record, details)
+
+
+def _batch_size(settings: Finetune, image_size: int, images: int) -> int:
+    """Mixup pairs images, so every process needs an even number."""
+    multiple, batch_size = 2 * distributed.world_size(), settings.batch_size
+    if batch_size is None:
+        return usual_batch(image_size, images, multiple=multiple)
+    if batch_size % multiple:
+        raise ValueError(
+            f"batch size {batch_size} must be a multiple of {multiple} (Mixup takes pairs in each of {multiple // 2} "
+            f"processes); take {max(1, batch_size // multiple) * multiple}"
         )
-        if out is not None and distributed.is_main():
-            append_result(out, result)
-        return result
+    return batch_size
 
 
-class FinetuneMethod(Method):
+def usual_base_lr(backbone: Backbone) -> float:
+    return 1e-3 if backbone.architecture.dim <= _TINY_DIM else 5e-4
+
+
+def classifier(backbone: Backbone, classes: int, *, drop_path: float = 0.0) -> VisionTransformer:
+    """The encoder with a new linear layer on its class token."""
+    model = backbone.encoder(drop_path=drop_path)
+    model.reset_classifier(classes)
+    assert isinstance(model.head, nn.Linear)
+    nn.init.trunc_normal_(model.head.weight, std=0.01)
+    nn.init.zeros_(model.head.bias)
+    return model
+
+
+class FinetuneMethod(SupervisedMethod):
     """A classifier that learns from mixed images, and its moving average."""
 
-    def __init__(self, model: VisionTransformer, classes: int, settings: FinetuneSettings) -> None:
-        super().__init__()
-        self.encoder = model
-        # With warm-up the average is worth something in short trainings, too.
+    encoder: VisionTransformer
+
+    def __init__(self, model: VisionTransformer, classes: int, settings: Finetune) -> None:
+        super().__init__(model, ["top1", "ema_top1"])
+        # With warm-up the average is of use in short trainings, too.
         self.ema = ModelEmaV3(model, decay=settings.ema_decay, use_warmup=True).requires_grad_(False)
-        self.scores = BestScores(["top1", "ema_top1"])
         self.tested = 0  # images of the last evaluation
         self.smoothing = settings.label_smoothing
         self.mixup: Mixup | None = None
@@ -202,22 +147,8 @@ class FinetuneMethod(Method):
         return {"loss": F.cross_entropy(self.encoder(images).float(), targets)}
 
     def after_step(self, progress: float) -> None:
-        self.scores.steps += 1
+        super().after_step(progress)
         self.ema.update(self.encoder, step=int(self.scores.steps))
-
-
-def usual_base_lr(backbone: Backbone) -> float:
-    return 1e-3 if backbone.architecture.dim <= _TINY_DIM else 5e-4
-
-
-def classifier(backbone: Backbone, classes: int, *, drop_path: float = 0.0) -> VisionTransformer:
-    """The encoder with a new linear layer on its class token."""
-    model = backbone.encoder(drop_path=drop_path)
-    model.reset_classifier(classes)
-    assert isinstance(model.head, nn.Linear)
-    nn.init.trunc_normal_(model.head.weight, std=0.01)
-    nn.init.zeros_(model.head.bias)
-    return model
 
 
 def layer_groups(model: VisionTransformer, layer_decay: float) -> list[dict[str, Any]]:
@@ -233,78 +164,58 @@ def layer_groups(model: VisionTransformer, layer_decay: float) -> list[dict[str,
 
 def _train(
     method: FinetuneMethod,
-    train: Source,
-    test: Source,
-    backbone: Backbone,
-    told: dict[str, Any],
-    device: torch.device,
+    task: Task,
+    record: dict[str, Any],
     workers: int,
     folder: Path | None,
     identity: dict[str, Any],
 ) -> dict[str, float]:
-    model, size = method.encoder, backbone.architecture.image_size
-    assert isinstance(model, VisionTransformer)
-    loader = Loader(
-        train,
-        TimmAugmentation(size, rand_augment=told["rand_augment"], mean=backbone.mean, seed=told["seed"]),
-        batch_size=told["batch_size"],
-        seed=told["seed"],
-        workers=workers,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
-        pin_memory=device.type == "cuda",
-    )
-    erase = Erasing(told["erasing"], seed=told["seed"])
-    channels = backbone.architecture.in_chans
+    backbone, device, seed = task.backbone, task.device, record["seed"]
+    size, channels = backbone.architecture.image_size, backbone.architecture.in_chans
+    erase = Erasing(record["erasing"], seed=seed)
+    test = task.data.test
+    assert test is not None
 
     def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.labels is not None
         images = to_float(batch.views[0], backbone.mean, backbone.std)
         return as_channels(erase(images, epoch=batch.epoch, indices=batch.indices), channels), batch.labels
 
-    def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
-        values: dict[str, float] = {}
+    def evaluator(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         for prefix, network in (("", encoder), ("ema_", method.ema.module)):
             logits = extract(  # the output of a classifier is its logits
                 network,
                 test,
                 image_size=size,
-                resize=told["resize"],
+                resize=record["resize"],
                 mean=backbone.mean,
                 std=backbone.std,
                 device=device,
                 workers=workers,
             )
             assert logits.labels is not None
-            values |= top_accuracies(logits.vectors, logits.labels, prefix)
-        yield from method.scores.note(values, loader.steps_per_epoch)
+            yield from top_accuracies(logits.vectors, logits.labels, prefix).items()
         method.tested = len(logits.vectors)
 
-    total = max(1, round(told["epochs"] * loader.steps_per_epoch))
     return fit(
         method,
-        loader,
-        Plan(
-            lr=WarmupCosine(
-                told["lr"], told["min_lr"], warmup=told["warmup_epochs"] / told["epochs"], step=1.0 / total
-            ),
-            weight_decay=lambda progress: float(told["weight_decay"]),
-            batch_size=told["batch_size"],
-            epochs=told["epochs"],
-            autocast=autocast_dtype(device),
-            seed=told["seed"],
-            monitor_every=1.0,
-        ),
-        optimizer=torch.optim.AdamW(layer_groups(model, told["layer_decay"]), lr=0.0),
-        device=device,
+        task.data.train,
+        TimmAugmentation(size, rand_augment=record["rand_augment"], mean=backbone.mean, seed=seed),
         prepare=prepare,
-        evaluator=evaluate,
+        evaluator=evaluator,
+        optimizer=torch.optim.AdamW(layer_groups(method.encoder, record["layer_decay"]), lr=0.0),
+        lr=record["lr"],
+        min_lr=record["min_lr"],
+        warmup=lambda steps: record["warmup_epochs"] / record["epochs"],
+        weight_decay=record["weight_decay"],
+        batch_size=record["batch_size"],
+        epochs=record["epochs"],
+        seed=seed,
+        device=device,
+        workers=workers,
         folder=folder,
         identity=identity,
     )
-
-
-# ------------------------------------------------------------------------------------------------------ what it leaves
 
 
 def timm_call(backbone: Backbone, classes: int) -> dict[str, Any]:
@@ -313,7 +224,9 @@ def timm_call(backbone: Backbone, classes: int) -> dict[str, Any]:
     return {"model_name": name, **arguments, "num_classes": classes}
 
 
-def save_classifiers(method: FinetuneMethod, backbone: Backbone, folder: Path, classes: tuple[str, ...] | None) -> None:
+def _save_classifiers(
+    method: FinetuneMethod, backbone: Backbone, folder: Path, classes: tuple[str, ...] | None
+) -> None:
     """model.safetensors and model_ema.safetensors: plain timm state dicts, with the classifier."""
     for name, model in (("model", method.encoder), ("model_ema", method.ema.module)):
         assert isinstance(model, VisionTransformer)
@@ -323,6 +236,84 @@ def save_classifiers(method: FinetuneMethod, backbone: Backbone, folder: Path, c
             "std": backbone.std,
             "classes": classes,
         }
-        weights = {key: tensor.detach().cpu().contiguous() for key, tensor in model.state_dict().items()}
-        with replacing(folder / f"{name}.safetensors") as temporary:
-            save_file(weights, temporary, metadata={"format": "pt", "patchmix-classifier": json.dumps(header)})
+        path = folder / f"{name}.safetensors"
+        save_weights(model.state_dict(), path, {"patchmix-classifier": json.dumps(header)})
+
+
+# ------------------------------------------------------------------------------------------------- timm's augmentation
+
+
+class TimmAugmentation:
+    """A loader's transform: random resized crop, flip and RandAugment, all by timm."""
+
+    def __init__(self, size: int, *, rand_augment: str, mean: Sequence[float], seed: int) -> None:
+        """`rand_augment` in timm's notation; `mean` is the color of what a rotation uncovers."""
+        self.size = size
+        self.seed = seed
+        self._transform = create_transform(
+            size,
+            is_training=True,
+            scale=CROP_AREA,
+            auto_augment=rand_augment,
+            interpolation="bicubic",
+            mean=tuple(mean),
+            use_prefetcher=True,  # uint8 comes out; normalization and erasing follow on the device
+        )
+        for step in self._transform.transforms:
+            for operation in getattr(step, "ops", ()):
+                if operation.name.startswith("Posterize"):
+                    operation.aug_fn = _posterize
+
+    def __call__(
+        self, images: Sequence[Pixels], *, epoch: int, indices: npt.NDArray[np.int64]
+    ) -> list[npt.NDArray[np.uint8]]:
+        out = np.empty((len(images), self.size, self.size, 3), np.uint8)
+        words = hash_words(self.seed, epoch, indices, _PIXELS).tolist()
+        with global_randomness():
+            for image, word, place in zip(images, words, out, strict=True):
+                seed_globally(word)
+                planes: Tensor = self._transform(Image.fromarray(image))  # (3, h, w)
+                place[:] = planes.numpy().transpose(1, 2, 0)
+        return [out]
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """timm asks for 0 bits at its largest magnitude, which Pillow refuses since version 13; before, that was black."""
+    return image if bits >= 8 else ImageOps.posterize(image, max(1, bits))
+
+
+class Erasing:
+    """timm's random erasing of a batch of normalized images: a rectangle of noise in some of them."""
+
+    def __init__(self, probability: float, *, seed: int) -> None:
+        self.seed = seed
+        # Noise is drawn on the CPU, wherever the images are: the same on every device.
+        self._erase = RandomErasing(probability, mode="pixel", max_count=1, device="cpu")  # type: ignore[no-untyped-call]
+
+    def __call__(self, images: Tensor, *, epoch: int, indices: Tensor) -> Tensor:
+        """Changes images (N, C, H, W) in place and returns them."""
+        words = hash_words(self.seed, epoch, indices.cpu().numpy(), _ERASING).tolist()
+        with global_randomness():
+            for image, word in zip(images, words, strict=True):
+                seed_globally(word)
+                self._erase(image)
+        return images
+
+
+def seed_globally(word: int) -> None:
+    """Python's, NumPy's and torch's CPU generators. Not the GPUs': nothing that timm does here draws from those."""
+    random.seed(word)
+    np.random.seed(word % 2**32)  # noqa: NPY002 (timm draws from it)
+    torch.default_generator.manual_seed(word % 2**63)
+
+
+@contextmanager
+def global_randomness() -> Iterator[None]:
+    """What happens inside leaves the global generators as they were."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.default_generator.set_state(states[2])

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,19 +15,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix import distributed
-from patchmix.data.loader import Batch, Loader
+from patchmix.data.loader import Batch
 from patchmix.data.views import View, Views, to_float
-from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate import sweep
-from patchmix.evaluate.features import LAYERS, Features, Pool, pooled
-from patchmix.evaluate.labelled import Labelled, held_out, open_labelled
-from patchmix.evaluate.results import Result, append_result
-from patchmix.evaluate.stored import Reader
-from patchmix.evaluate.supervised import BestScores, fit, top_accuracies, usual_batch, work_folder
+from patchmix.evaluate.features import FeatureExtractor, Features, Pool, pooled
+from patchmix.evaluate.labeled import Labeled, held_out
+from patchmix.evaluate.protocol import SupervisedMethod, Task, fit, open_task, top_accuracies, usual_batch, work_folder
+from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone
-from patchmix.methods.method import Method
-from patchmix.schedules import Cosine
-from patchmix.train.loop import Plan
+from patchmix.settings import Linear
 
 EPOCHS = 100.0
 LR = 0.05  # the authors use 0.02 … 0.05; not scaled by the batch size
@@ -36,95 +31,55 @@ CROP_AREA = (0.08, 1.0)
 CHOOSE_ON = 0.1  # of the training images, to choose a candidate of the fast protocol on
 TESTED_EPOCHS = 50  # at most; small sets have hundreds of tiny epochs
 
+Outcome = tuple[dict[str, float], dict[str, Any], dict[str, Any]]  # metrics, settings, details
 
-def evaluate_linear(
-    backbone: Backbone,
-    data: str | Path,
-    *,
-    protocol: Literal["paper", "fast"] = "paper",
-    epochs: float | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    pool: Pool = "token",
-    resize: int | None = None,
-    device: str = "auto",
-    workers: int = 0,
-    seed: int = 0,
-    cache: bool = True,
-    out: Path | None = None,
-) -> Result:
+
+def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
     """Trains a linear classifier on the frozen encoder and tests it.
 
-    protocol: "paper": 100 epochs, random resized crops and flips, SGD with Nesterov momentum 0.9, learning rate 0.05
-        with a cosine schedule, no weight decay, batch 256 (up to 64 px) or 1024; hours on ImageNet. With `out` it
-        keeps checkpoints in a folder there, and the same call goes on where one was stopped. "fast": features of the
-        plain images, computed once; 20 classifiers, learning rate × weight decay, trained together, the best chosen
-        on a tenth of the training images, trained anew on all; seconds. Both are right in their way, but their
-        numbers differ: the result says which it was.
-    epochs, lr, batch_size: of the paper's protocol; None takes the values above. `epochs` goes for the fast one, too.
-    pool, resize, device, workers, cache, out: as in `evaluate_knn`.
-    Metrics: "top1" and "top5" after the last epoch; "best_top1" is the best epoch's as chosen on the test images,
-    which flatters. Without a test split, a fifth of the images is held out to test on.
+    Protocol "paper": 100 epochs, random resized crops and flips, SGD with Nesterov momentum 0.9, learning rate 0.05
+    with a cosine schedule, no weight decay, batch 256 (up to 64 px) or 1024; hours on ImageNet. "fast": features of
+    the plain images, computed once; 20 classifiers, learning rate × weight decay, trained together, the best chosen
+    on a tenth of the training images and trained again on all; seconds. Their numbers differ; the result says which
+    it was. Metrics: "top1" and "top5" after the last epoch; "best_top1" is the best epoch's as chosen on the test
+    images, which is optimistic. Without a test split, a fifth of the images is held out to test on.
+    `backbone` takes the place of `settings.weights`.
     """
-    if protocol not in ("paper", "fast"):
-        raise ValueError(f"protocol is {protocol!r}; it must be paper or fast")
-    if epochs is not None and epochs <= 0:
-        raise ValueError(f"epochs is {epochs}; it must be above 0, the paper's is {EPOCHS:g}")
-    target = resolve_device(device)
-    with distributed.process_group(target):
-        labelled = open_labelled(data, many_passes=protocol == "paper")
-        had_test = labelled.test is not None
-        labelled = labelled.with_test()
-        reader = Reader(backbone, device=target, pool=pool, resize=resize, workers=workers, cache=cache)
-        assert labelled.test is not None
-        test = reader.read(labelled.test)
-        common = {
-            "layer": LAYERS[pool],
-            **reader.settings(),
-            "seed": seed,
-            "test": "test split" if had_test else "a fifth held out",
-        }
-        if protocol == "fast":
-            if lr is not None or batch_size is not None:
-                raise ValueError("the fast protocol tries learning rates by itself; leave out lr and batch size")
-            metrics, settings, details = _fast(reader, labelled, test, epochs=epochs, seed=seed)
-        else:
-            metrics, settings, details = _paper(
-                reader, labelled, test, epochs=epochs, lr=lr, batch_size=batch_size, workers=workers, seed=seed, out=out
-            )
-        result = Result(
-            protocol="linear" if protocol == "paper" else "linear-fast",
-            metrics=metrics,
-            images=len(test.vectors),
-            data=str(data),
-            fingerprint=labelled.fingerprint(),
-            encoder=reader.encoder_name,
-            weights=reader.digest,
-            settings=settings | common,
-            details=details,
+    fast = settings.protocol == "fast"
+    if fast and (settings.lr is not None or settings.batch_size is not None):
+        raise ValueError("the fast protocol tries learning rates by itself; leave out lr and batch size")
+    with open_task(settings, backbone, needs_test=True, many_passes=not fast) as task:
+        data = task.data
+        assert data.test is not None
+        extractor = FeatureExtractor(
+            task.backbone,
+            device=task.device,
+            pool=settings.pool,
+            resize=settings.resize,
+            workers=settings.workers,
+            cache=settings.cache,
         )
-        if out is not None and distributed.is_main():
-            append_result(out, result)
-        return result
+        test = extractor.features(data.test)
+        if fast:
+            metrics, record, details = _fast(settings, extractor, data, test)
+        else:
+            metrics, record, details = _paper(settings, task, extractor, test)
+        record |= extractor.record() | {"seed": settings.seed, "test": data.tested_on}
+        details["best"] = "chosen on the test images"
+        return task.result("linear-fast" if fast else "linear", metrics, len(test.vectors), record, details)
 
 
-Found = tuple[dict[str, float], dict[str, Any], dict[str, Any]]  # metrics, settings, details
-
-
-# ---------------------------------------------------------------------------------------------------- the paper's way
-
-
-class LinearMethod(Method):
+class LinearMethod(SupervisedMethod):
     """A linear layer that learns, behind an encoder that does not."""
 
+    encoder: VisionTransformer
+
     def __init__(self, encoder: VisionTransformer, classes: int, pool: Pool = "token") -> None:
-        super().__init__()
-        self.encoder = encoder.requires_grad_(False)
+        super().__init__(encoder.requires_grad_(False), ["top1"])
         self.pool = pool
         self.head = nn.Linear(encoder.num_features, classes)
         nn.init.normal_(self.head.weight, std=0.01)
         nn.init.zeros_(self.head.bias)
-        self.scores = BestScores(["top1"])
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """batch: images (N, 3, H, W) and labels (N,)."""
@@ -136,57 +91,25 @@ class LinearMethod(Method):
         hits = (logits.argmax(dim=1) == labels).float().mean()
         return {"loss": F.cross_entropy(logits, labels), "train_top1": hits}
 
-    def after_step(self, progress: float) -> None:
-        self.scores.steps += 1
 
-
-def _paper(
-    reader: Reader,
-    labelled: Labelled,
-    test: Features,
-    *,
-    epochs: float | None,
-    lr: float | None,
-    batch_size: int | None,
-    workers: int,
-    seed: int,
-    out: Path | None,
-) -> Found:
-    backbone, device = reader.backbone, reader.device
-    epochs, lr = EPOCHS if epochs is None else epochs, LR if lr is None else lr
-    world_size = distributed.world_size()
-    batch_size = batch_size or usual_batch(reader.image_size, len(labelled.train), multiple=world_size)
-    settings: dict[str, Any] = {
+def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Features) -> Outcome:
+    backbone, data, device = task.backbone, task.data, task.device
+    size, seed = extractor.image_size, settings.seed
+    epochs, lr = settings.epochs or EPOCHS, settings.lr or LR
+    batch_size = settings.batch_size or usual_batch(size, len(data.train), multiple=distributed.world_size())
+    record: dict[str, Any] = {
         "epochs": float(epochs),
         "lr": lr,
         "batch": batch_size,
         "optimizer": "SGD, Nesterov momentum 0.9, cosine, no weight decay",
         "augmentation": f"random resized crop {CROP_AREA[0]:g}…{CROP_AREA[1]:g}, flip",
     }
-    identity = {
-        "settings": settings | reader.settings() | {"seed": seed, "pool": reader.pool},
-        "weights": reader.digest,
-        "architecture": repr(backbone.architecture),
-        "data": labelled.fingerprint(),
-    }
-    view = View(reader.image_size, CROP_AREA, flip=0.5, jitter=0.0, gray=0.0, blur=0.0)
-    loader = Loader(
-        labelled.train,
-        Views([view], seed=seed),
-        batch_size=batch_size,
-        seed=seed,
-        workers=workers,
-        rank=distributed.rank(),
-        world_size=world_size,
-        pin_memory=device.type == "cuda",
-    )
+    crop = {"image_size": size, "resize": extractor.resize}
+    identity = task.identity(record | crop | {"seed": seed, "pool": settings.pool})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        method = LinearMethod(backbone.encoder(), labelled.classes, reader.pool)
-    method.to(device)
-    # Nesterov's momentum in param groups as the loop wants them: nothing is decayed.
+        method = LinearMethod(backbone.encoder(), data.classes, settings.pool).to(device)
     groups = [{"params": list(method.head.parameters()), "decayed": False}]
-    optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True)
     labels = test.labels
     assert labels is not None
 
@@ -194,50 +117,43 @@ def _paper(
         assert batch.labels is not None
         return to_float(batch.views[0], backbone.mean, backbone.std), batch.labels
 
-    def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+    def evaluator(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         """The encoder is frozen: the test features are always those of the beginning."""
         blocks = [method.head(block.to(device)).float().cpu() for block in test.vectors.split(4096)]  # type: ignore[no-untyped-call]
-        yield from method.scores.note(top_accuracies(torch.cat(blocks), labels), loader.steps_per_epoch)
+        yield from top_accuracies(torch.cat(blocks), labels).items()
 
     last = fit(
         method,
-        loader,
-        Plan(
-            lr=Cosine(lr, 0.0),
-            weight_decay=lambda progress: 0.0,
-            batch_size=batch_size,
-            epochs=epochs,
-            autocast=autocast_dtype(device),
-            seed=seed,
-            monitor_every=1.0,
-        ),
-        optimizer=optimizer,
-        device=device,
+        data.train,
+        Views([View(size, CROP_AREA, flip=0.5, jitter=0.0, gray=0.0, blur=0.0)], seed=seed),
         prepare=prepare,
-        evaluator=evaluate,
-        folder=work_folder(out, "linear", identity),
+        evaluator=evaluator,
+        optimizer=torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
+        lr=lr,
+        batch_size=batch_size,
+        epochs=epochs,
+        seed=seed,
+        device=device,
+        workers=settings.workers,
+        folder=work_folder(task.out, "linear", identity),
         identity=identity,
     )
     metrics = {name: value for name, value in last.items() if name in ("top1", "top5", "best_top1")}
-    return metrics, settings, {"best_epoch": last["best_top1_epoch"], "best": "chosen on the test images"}
+    return metrics, record, {"best_epoch": last["best_top1_epoch"]}
 
 
-# -------------------------------------------------------------------------------------------------------- the fast way
-
-
-def _fast(reader: Reader, labelled: Labelled, test: Features, *, epochs: float | None, seed: int) -> Found:
-    """Sweep, choose on a held-out part of the training images, train the chosen one anew on all of them."""
-    train = reader.read(labelled.train)
+def _fast(settings: Linear, extractor: FeatureExtractor, data: Labeled, test: Features) -> Outcome:
+    """Sweep, choose on a held-out part of the training images, train the chosen one again on all of them."""
+    train = extractor.features(data.train)
     assert train.labels is not None and test.labels is not None
     candidates = sweep.grid()
     held = torch.from_numpy(held_out(train.labels.numpy(), CHOOSE_ON))
-    rounds = sweep.usual_epochs(len(train.vectors)) if epochs is None else max(1, round(epochs))
-
+    epochs = sweep.usual_epochs(len(train.vectors)) if settings.epochs is None else max(1, round(settings.epochs))
     options: dict[str, Any] = {
-        "classes": labelled.classes,
-        "epochs": rounds,
-        "seed": seed,
-        "device": reader.device,
+        "classes": data.classes,
+        "epochs": epochs,
+        "seed": settings.seed,
+        "device": extractor.device,
     }
     rows = (~held).nonzero().flatten()
     models = sweep.fit_candidates(train.vectors, train.labels, candidates, rows=rows, **options)
@@ -248,17 +164,17 @@ def _fast(reader: Reader, labelled: Labelled, test: Features, *, epochs: float |
 
     def note(epoch: int, classifiers: sweep.Classifiers) -> None:
         assert test.labels is not None
-        if epoch % math.ceil(rounds / TESTED_EPOCHS) == 0 or epoch == rounds:
+        if epoch % math.ceil(epochs / TESTED_EPOCHS) == 0 or epoch == epochs:
             tested[epoch] = sweep.score(classifiers, test.vectors, test.labels)[0]
 
     sweep.fit_candidates(train.vectors, train.labels, [candidates[best]], on_epoch=note, **options)
-    metrics = {"top1": tested[rounds].top1}
-    if labelled.classes > 5:
-        metrics["top5"] = tested[rounds].top5
+    metrics = {"top1": tested[epochs].top1}
+    if data.classes > 5:
+        metrics["top5"] = tested[epochs].top5
     best_epoch = max(tested, key=lambda epoch: tested[epoch].top1)
     metrics["best_top1"] = tested[best_epoch].top1
-    settings = {
-        "epochs": float(rounds),
+    record = {
+        "epochs": float(epochs),
         "candidates": len(candidates),
         "chosen_on": f"{int(held.sum())} held-out training images",
         "augmentation": "none",
@@ -268,6 +184,5 @@ def _fast(reader: Reader, labelled: Labelled, test: Features, *, epochs: float |
         "weight_decay": candidates[best].decay,
         "held_out_top1": scores[best].top1,
         "best_epoch": float(best_epoch),
-        "best": "chosen on the test images",
     }
-    return metrics, settings, details
+    return metrics, record, details

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from patchmix import distributed
-from patchmix.data.loader import Batch, Loader
+from patchmix.data.loader import Batch
 from patchmix.data.views import to_float
-from patchmix.device import autocast_dtype, resolve_device
+from patchmix.device import resolve_device
 from patchmix.evaluate.detection.coco import CocoImages, open_split
-from patchmix.evaluate.detection.inference import Entry, detect_all, gather_text, save_pictures
+from patchmix.evaluate.detection.inference import Entry, detect_all, gather_text, predict, save_pictures
 from patchmix.evaluate.detection.model import (
     FILE,
     Detector,
@@ -30,14 +30,16 @@ from patchmix.evaluate.detection.model import (
 from patchmix.evaluate.detection.scoring import Scores, save_detections, score
 from patchmix.evaluate.detection.views import TrainingViews, unpack
 from patchmix.evaluate.results import Result, append_result
-from patchmix.evaluate.stored import encoder_name
-from patchmix.evaluate.supervised import BestScores, fit, work_folder
+from patchmix.evaluate.protocol import SupervisedMethod, encoder_name, fit, results_folder, work_folder
 from patchmix.interop.backbone import Architecture, Backbone
-from patchmix.methods.method import Method
+from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
-from patchmix.schedules import WarmupCosine
-from patchmix.train.loop import Plan
+from patchmix.settings import Detect
 
+_NOT_RECORDED = {  # in results and checkpoints
+    *("weights", "data", "out", "eval_only", "predict", "threshold", "pictures", "model", "start", "train", "val"),
+    *("train_images", "train_annotations", "val_images", "val_annotations", "encoder", "device", "workers"),
+}
 _LOSSES = {  # torchvision's names and ours
     "loss_objectness": "proposal_object",
     "loss_rpn_box_reg": "proposal_box",
@@ -47,231 +49,125 @@ _LOSSES = {  # torchvision's names and ours
 }
 
 
-@dataclass(frozen=True)
-class DetectSettings:
-    """The paper's transfer to COCO "as MAE": Mask R-CNN with FPN, 1024 × 1024 px, 100 epochs.
-
-    What the paper leaves open is as in MAE's benchmark and its successor ViTDet: batch 64, AdamW, large-scale jitter.
-    `lr` is for `batch_size` images and is not scaled with it. A detector's `window` is in tokens; 0 is attention over
-    the whole image in all blocks, otherwise `global_blocks` blocks at even depths have it. `patch_size` resamples the
-    patch embedding, for encoders whose patches are not 4, 8, 16 or 32 px.
-    """
-
-    image_size: int = 1024
-    patch_size: int | None = None  # None: the encoder's own
-    window: int = 16
-    global_blocks: int = 4
-    channels: int = 256  # of every map of the pyramid and of the heads
-    head_dim: int = 1024
-    smallest_anchor: int = 32  # px on the canvas, at stride 4; each next level has twice that
-
-    epochs: float = 100.0
-    batch_size: int = 64
-    accumulate: int = 1
-    lr: float = 1e-4
-    warmup_steps: int = 250
-    weight_decay: float = 0.1
-    layer_decay: float = 0.75
-    drop_path: float = 0.1
-    clip_grad: float = 0.0  # 0 is off
-    scale: tuple[float, float] = (0.1, 2.0)  # of large-scale jitter; 1 fits the image to the canvas
-    flip: bool = True
-    rois_per_image: int = 512
-    recompute: bool = False  # activation checkpointing: less memory, about a third more time
-    evaluate_every: float = 10.0  # epochs; 0: at the end only
-    seed: int = 0
-
-    def check(self) -> None:
-        unit = 32 if self.patch_size is None else max(32, self.patch_size)
-        low, high = self.scale
-        rules = [
-            ("image_size", self.image_size >= 32 and self.image_size % unit == 0, f"a multiple of {unit}"),
-            ("patch_size", self.patch_size in (None, 4, 8, 16, 32), "4, 8, 16 or 32, or left out"),
-            ("window", self.window >= 0, "at least 0; 0 is attention over the whole image"),
-            ("global_blocks", self.global_blocks >= 0, "at least 0"),
-            ("channels", self.channels >= 1, "at least 1"),
-            ("head_dim", self.head_dim >= 1, "at least 1"),
-            ("smallest_anchor", self.smallest_anchor >= 1, "at least 1"),
-            ("epochs", self.epochs > 0, "above 0"),
-            ("batch_size", self.batch_size >= 1, "at least 1"),
-            ("accumulate", self.accumulate >= 1, "at least 1"),
-            ("lr", self.lr > 0, "above 0"),
-            ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
-            ("weight_decay", self.weight_decay >= 0, "at least 0"),
-            ("layer_decay", 0 < self.layer_decay <= 1, "in (0, 1]; 1 trains all layers alike"),
-            ("drop_path", 0 <= self.drop_path < 1, "in [0, 1)"),
-            ("clip_grad", self.clip_grad >= 0, "at least 0; 0 is off"),
-            ("scale", 0 < low <= high <= 4, "two factors, 0 < low ≤ high ≤ 4"),
-            ("rois_per_image", self.rois_per_image >= 4, "at least 4"),
-            ("evaluate_every", self.evaluate_every >= 0, "at least 0; 0 is at the end only"),
-        ]
-        for name, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {rule}")
-
-    def shape(self) -> Shape:
-        return Shape(**{field.name: getattr(self, field.name) for field in fields(Shape)})
-
-    def record(self) -> dict[str, Any]:
-        """As plain data: what is stored with results and checkpoints."""
-        return asdict(self) | {"scale": list(self.scale)}
-
-
-def detect(
-    backbone: Backbone | None,
-    data: str | Path,
-    out: str | Path,
-    settings: DetectSettings | None = None,
-    *,
-    model: str = "vit_base_patch16_224",
-    start: str | Path | None = None,
-    train: str = "train2017",
-    val: str = "val2017",
-    train_images: str | None = None,
-    train_annotations: str | None = None,
-    val_images: str | None = None,
-    val_annotations: str | None = None,
-    device: str = "auto",
-    workers: int = 0,
-    pictures: int = 8,
-) -> Result:
+def detect(settings: Detect, backbone: Backbone | None = None) -> Result | list[Path]:
     """Trains Mask R-CNN on an encoder with COCO's objects, and evaluates it by box and mask AP.
 
-    backbone: the pre-trained encoder. None begins with a random one of the architecture `model`, or, with `start`,
-        with a detector that was trained before (see `load_detector`): its shape (image size, window, …) is kept and
-        overrules the settings; where its classes are others, only the layers that name classes begin anew.
-    data: a folder with train2017/, val2017/ and annotations/instances_{train,val}2017.json. `train` and `val` are
-        other names in the same layout; `train_images`, `train_annotations`, `val_images` and `val_annotations` are
-        paths below `data` in any layout.
-    out: a folder; one line is added to its results.jsonl. In a folder detect-… there: settings.json, metrics.jsonl,
-        checkpoints (the same call goes on where one was stopped), detector.safetensors, the detections of the last
-        evaluation as COCO's result files, and `pictures` of them beside the truth.
-    Metrics: box_ap, box_ap50, box_ap75, box_ap_small, box_ap_medium, box_ap_large and the same with mask_, in 0…1;
-    `details["classes"]` has the AP of every class.
+    With `eval_only` a trained detector is evaluated, with `predict` its detections are drawn (see `predict`).
+    WEIGHTS "scratch" begins with a random encoder of the architecture `model`, or, with `start`, with a detector that
+    was trained before: its shape (image size, window, …) overrules the settings; where its classes are others, only
+    the layers that name classes begin anew. One line is added to results.jsonl. In a folder detect-… beside it:
+    settings.json, metrics.jsonl, checkpoints, detector.safetensors, the detections of the last evaluation as COCO's
+    result files, and some of them drawn beside the truth. Metrics: box_ap, box_ap50, box_ap75, box_ap_small,
+    box_ap_medium, box_ap_large and the same with mask_, in 0…1; `details["classes"]` has the AP of every class.
+    `backbone` takes the place of `settings.weights`.
     """
-    settings = DetectSettings() if settings is None else settings
-    settings.check()
-    if backbone is not None and start is not None:
-        raise ValueError("a detector brings its own encoder; give either an encoder or a detector to start from")
-    data, out = Path(data), Path(out)
-    target = resolve_device(device)
-    with distributed.process_group(target):
-        training = open_split(data, train, images=train_images, annotations=train_annotations)
-        testing = open_split(data, val, images=val_images, annotations=val_annotations)
-        _check_same_classes(training, testing)
-        testing.with_objects()  # raises where there are none: nothing to evaluate on
-        training = training.with_objects()
-        encoder = backbone if backbone is not None else _random_encoder(model, settings.seed)
-        origin = None if start is None else load_detector(Path(start))
-        file = _new_detector(encoder, origin, training, settings)
-        started = file.digest()
-        name = encoder_name(encoder) if origin is None else f"detector {Path(start or '').name}"
-        record = settings.record() | vars(file.shape)
-        identity = {
-            "settings": record,
-            "detector": file.header(),
-            "weights": started,
-            "data": [training.fingerprint(), testing.fingerprint()],
-        }
-        folder = work_folder(out, "detect", identity)
-        assert folder is not None
-        detector = build_detector(
-            file.architecture,
-            len(file.categories),
-            file.shape,
-            drop_path=settings.drop_path,
-            rois_per_image=settings.rois_per_image,
-            recompute=settings.recompute,
+    if settings.predict:
+        distributed.check_alone("patchmix detect --predict")
+        out = settings.out or Path("predictions")
+        return predict(
+            settings.weights, settings.predict, out, threshold=settings.threshold, device=settings.device
         )
-        detector.load_state_dict(file.weights)
-        method = DetectMethod(detector).to(target).train()
-        values, detections = _train(
-            method,
-            file,
-            training,
-            testing,
-            settings,
-            device=target,
-            workers=workers,
-            folder=folder,
-            identity=identity,
-        )
-        trained = replace(file, weights={key: value.cpu() for key, value in detector.state_dict().items()})
-        result = Result(
-            protocol="detect",
-            metrics=detections.scores.metrics,
-            images=len(testing),
-            data=str(data),
-            fingerprint=testing.fingerprint(),
-            encoder=name,
-            weights=encoder.digest() if origin is None else started,
-            settings=record | {"train": training.name, "train_images": len(training), "val": testing.name},
-            details={
-                "detector": str(folder / FILE),
-                "best_box_ap": values["best_box_ap"],
-                "best_box_ap_epoch": values["best_box_ap_epoch"],
-                "best": "chosen on the validation images",
-                "classes": detections.scores.classes,
-            },
-        )
-        if distributed.is_main():
-            trained.save(folder / FILE)
-            _write(folder, out, testing, detections, result, pictures)
-        distributed.barrier()
-        return result
+    if settings.data is None:
+        raise ValueError("--data is missing; give a COCO folder, or --predict IMAGE to draw on images")
+    device = resolve_device(settings.device)
+    with distributed.process_group(device):
+        if settings.eval_only:
+            return _evaluate_trained(settings, settings.data, device)
+        scratch = backbone is None and settings.weights == "scratch"
+        out = settings.out if scratch or backbone is not None else results_folder(settings.weights, settings.out)
+        if out is None:
+            raise ValueError(f"--out is missing; {settings.weights} has no folder of its own for the results")
+        if not scratch and settings.start is not None:
+            raise ValueError("a detector brings its own encoder; give either an encoder or a detector to start from")
+        if scratch:
+            backbone = _random_encoder(settings.model, settings.seed)
+        elif backbone is None:
+            backbone = load_backbone(settings.weights, encoder=settings.encoder)
+        return _train_and_evaluate(settings, settings.data, backbone, device, out)
 
 
-def evaluate_only(
-    detector: str | Path,
-    data: str | Path,
-    out: str | Path | None = None,
-    *,
-    val: str = "val2017",
-    val_images: str | None = None,
-    val_annotations: str | None = None,
-    device: str = "auto",
-    workers: int = 0,
-    pictures: int = 8,
-) -> Result:
-    """Evaluates a trained detector (see `load_detector`) on `data`; with `out` it writes there what `detect` does."""
-    target = resolve_device(device)
-    with distributed.process_group(target):
-        file = load_detector(Path(detector))
-        testing = open_split(Path(data), val, images=val_images, annotations=val_annotations)
-        if testing.categories != file.categories:
-            raise ValueError(
-                f"{testing.name} has other classes than {detector} was trained with "
-                f"({_first_difference(testing, file)}); evaluate on annotations with the same categories"
-            )
-        testing.with_objects()
-        network = file.detector().to(target)
-        detections = evaluate(network, file, testing, device=target, workers=workers)
-        result = Result(
-            protocol="detect",
-            metrics=detections.scores.metrics,
-            images=len(testing),
-            data=str(data),
-            fingerprint=testing.fingerprint(),
-            encoder=f"detector {Path(detector).name}",
-            weights=file.digest(),
-            settings=vars(file.shape) | {"val": testing.name, "trained": False},
-            details={"detector": str(detector), "classes": detections.scores.classes},
+def _train_and_evaluate(settings: Detect, data: Path, backbone: Backbone, device: torch.device, out: Path) -> Result:
+    train = open_split(data, settings.train, images=settings.train_images, annotations=settings.train_annotations)
+    val = open_split(data, settings.val, images=settings.val_images, annotations=settings.val_annotations)
+    if train.categories != val.categories:
+        raise ValueError(
+            f"{train.name} and {val.name} have different classes ({_first_difference(train, val)}); "
+            "both must list the same categories"
         )
-        if out is not None and distributed.is_main():
-            _write(Path(out), Path(out), testing, detections, result, pictures)
-        distributed.barrier()
-        return result
+    val.with_objects()  # raises where there are none: nothing to evaluate on
+    train = train.with_objects()
+    origin = None if settings.start is None else load_detector(settings.start)
+    file = _new_detector(backbone, origin, train, settings)
+    started = file.digest()
+    record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
+    record |= {"scale": list(settings.scale)} | vars(file.shape)
+    identity = {
+        "settings": record,
+        "detector": file.header(),
+        "weights": started,
+        "data": [train.fingerprint(), val.fingerprint()],
+    }
+    folder = work_folder(out, "detect", identity)
+    assert folder is not None
+    values, detections, trained = _train(file, train, val, settings, device=device, folder=folder, identity=identity)
+    result = Result(
+        protocol="detect",
+        metrics=detections.scores.metrics,
+        images=len(val),
+        data=str(data),
+        fingerprint=val.fingerprint(),
+        encoder=encoder_name(backbone) if origin is None else f"detector {Path(settings.start or '').name}",
+        weights=backbone.digest() if origin is None else started,
+        settings=record | {"train": train.name, "train_images": len(train), "val": val.name},
+        details={
+            "detector": str(folder / FILE),
+            "best_box_ap": values["best_box_ap"],
+            "best_box_ap_epoch": values["best_box_ap_epoch"],
+            "best": "chosen on the validation images",
+            "classes": detections.scores.classes,
+        },
+    )
+    if distributed.is_main():
+        trained.save(folder / FILE)
+        _write(folder, out, val, detections, result, settings.pictures)
+    distributed.barrier()
+    return result
 
 
-class DetectMethod(Method):
+def _evaluate_trained(settings: Detect, data: Path, device: torch.device) -> Result:
+    file, out = load_detector(Path(settings.weights)), settings.out
+    val = open_split(data, settings.val, images=settings.val_images, annotations=settings.val_annotations)
+    if val.categories != file.categories:
+        raise ValueError(
+            f"{val.name} has other classes than {settings.weights} was trained with "
+            f"({_first_difference(val, file)}); evaluate on annotations with the same categories"
+        )
+    val.with_objects()
+    detections = evaluate(file.detector().to(device), file, val, device=device, workers=settings.workers)
+    result = Result(
+        protocol="detect",
+        metrics=detections.scores.metrics,
+        images=len(val),
+        data=str(data),
+        fingerprint=val.fingerprint(),
+        encoder=f"detector {Path(settings.weights).name}",
+        weights=file.digest(),
+        settings=vars(file.shape) | {"val": val.name, "trained": False},
+        details={"detector": str(settings.weights), "classes": detections.scores.classes},
+    )
+    if out is not None and distributed.is_main():
+        _write(out, out, val, detections, result, settings.pictures)
+    distributed.barrier()
+    return result
+
+
+class DetectMethod(SupervisedMethod):
     """A detector that learns from images with objects. Its `encoder`, which is evaluated, is the whole detector."""
 
     encoder: Detector
 
     def __init__(self, detector: Detector) -> None:
-        super().__init__()
-        self.encoder = detector
-        self.scores = BestScores(["box_ap", "mask_ap"])
+        super().__init__(detector, ["box_ap", "mask_ap"])
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """batch: images (N, 3, S, S), visible sizes, targets. The loss is the sum of torchvision's five."""
@@ -280,9 +176,6 @@ class DetectMethod(Method):
         assert isinstance(losses, dict)
         parts: dict[str, Tensor] = {_LOSSES[name]: value for name, value in losses.items()}
         return {"loss": torch.stack([value.float() for value in parts.values()]).sum(), **parts}
-
-    def after_step(self, progress: float) -> None:
-        self.scores.steps += 1
 
 
 def layer_groups(detector: Detector, layer_decay: float) -> list[dict[str, Any]]:
@@ -333,38 +226,26 @@ def evaluate(
 
 
 def _train(
-    method: DetectMethod,
     file: DetectorFile,
     train: CocoImages,
     val: CocoImages,
-    settings: DetectSettings,
+    settings: Detect,
     *,
     device: torch.device,
-    workers: int,
     folder: Path,
     identity: dict[str, Any],
-) -> tuple[dict[str, float], Detections]:
-    """Trains to the end, from the newest checkpoint in `folder` if there is one; the last values and detections."""
-    loader = Loader(
-        train,
-        TrainingViews(
-            train,
-            size=file.shape.image_size,
-            scale=settings.scale,
-            flip=settings.flip,
-            mean=file.mean,
-            seed=settings.seed,
-        ),
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        workers=workers,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
-        accumulate=settings.accumulate,
-        pin_memory=device.type == "cuda",
+) -> tuple[dict[str, float], Detections, DetectorFile]:
+    """Trains to the end, from the newest checkpoint in `folder` if there is one; last values, detections, weights."""
+    detector = build_detector(
+        file.architecture,
+        len(file.categories),
+        file.shape,
+        drop_path=settings.drop_path,
+        rois_per_image=settings.rois_per_image,
+        recompute=settings.recompute,
     )
-    total = max(1, round(settings.epochs * loader.steps_per_epoch))
-    warmup = min(settings.warmup_steps, total // 10) / total
+    detector.load_state_dict(file.weights)
+    method = DetectMethod(detector).to(device).train()
     last: list[Detections] = []
 
     def prepare(batch: Batch) -> Any:
@@ -375,32 +256,32 @@ def _train(
         assert isinstance(detector, Detector)
         if int(method.scores.steps) == 0:
             return  # COCO's 5,000 images take minutes, and an untrained detector finds nothing
-        last[:] = [evaluate(detector, file, val, device=device, workers=workers)]
-        metrics = {"box_ap": 0.0, "mask_ap": 0.0, **last[0].scores.metrics}
-        yield from method.scores.note(metrics, loader.steps_per_epoch)
+        last[:] = [evaluate(detector, file, val, device=device, workers=settings.workers)]
+        yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0].scores.metrics}.items()
 
+    size, seed = file.shape.image_size, settings.seed
     values = fit(
         method,
-        loader,
-        Plan(
-            lr=WarmupCosine(settings.lr, 0.0, warmup=warmup, step=1.0 / total),
-            weight_decay=lambda progress: settings.weight_decay,
-            batch_size=settings.batch_size,
-            epochs=settings.epochs,
-            accumulate=settings.accumulate,
-            clip_grad=settings.clip_grad,
-            autocast=autocast_dtype(device),
-            seed=settings.seed,
-            monitor_every=settings.evaluate_every,
-        ),
-        optimizer=torch.optim.AdamW(layer_groups(method.encoder, settings.layer_decay), lr=0.0),
-        device=device,
+        train,
+        TrainingViews(train, size=size, scale=settings.scale, flip=settings.flip, mean=file.mean, seed=seed),
         prepare=prepare,
         evaluator=evaluator,
+        optimizer=torch.optim.AdamW(layer_groups(detector, settings.layer_decay), lr=0.0),
+        lr=settings.lr,
+        warmup=lambda steps: min(settings.warmup_steps, steps // 10) / steps,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
+        batch_size=settings.batch_size,
+        accumulate=settings.accumulate,
+        epochs=settings.epochs,
+        evaluate_every=settings.evaluate_every,
+        seed=seed,
+        device=device,
+        workers=settings.workers,
         folder=folder,
         identity=identity,
     )
-    return values, last[0]
+    return values, last[0], replace(file, weights={key: value.cpu() for key, value in detector.state_dict().items()})
 
 
 def _random_encoder(name: str, seed: int) -> Backbone:
@@ -412,18 +293,18 @@ def _random_encoder(name: str, seed: int) -> Backbone:
 
 
 def _new_detector(
-    encoder: Backbone, origin: DetectorFile | None, training: CocoImages, settings: DetectSettings
+    encoder: Backbone, origin: DetectorFile | None, training: CocoImages, settings: Detect
 ) -> DetectorFile:
     """The detector to begin with: the same weights for the same seed, on every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         classes = len(training.categories)
         if origin is None:
-            shape, architecture = settings.shape(), encoder.architecture
+            shape = Shape(**{field.name: getattr(settings, field.name) for field in fields(Shape)})
+            architecture, unit = encoder.architecture, max(32, shape.patch_size or encoder.architecture.patch_size)
+            if shape.image_size % unit:
+                raise ValueError(f"image_size is {shape.image_size}; it must be a multiple of {unit}")
             fresh = build_detector(architecture, classes, shape, encoder_weights=encoder.weights)
-            side, patch = shape.image_size, shape.patch_size or architecture.patch_size
-            if side % patch:
-                raise ValueError(f"image_size is {side}; it must be a multiple of the patch size {patch}")
             return DetectorFile(
                 architecture, shape, training.categories, fresh.state_dict(), encoder.mean, encoder.std, encoder.origin
             )
@@ -438,14 +319,6 @@ def _write(folder: Path, out: Path, testing: CocoImages, detections: Detections,
     save_detections(folder, detections.entries)
     save_pictures(folder / "pictures", testing, detections.entries, count=pictures)
     append_result(out, result)
-
-
-def _check_same_classes(training: CocoImages, testing: CocoImages) -> None:
-    if training.categories != testing.categories:
-        raise ValueError(
-            f"{training.name} and {testing.name} have different classes ({_first_difference(training, testing)}); "
-            "both must list the same categories"
-        )
 
 
 def _first_difference(one: CocoImages | DetectorFile, other: CocoImages | DetectorFile) -> str:

@@ -1,57 +1,55 @@
-"""Labelled data to judge a backbone on: a training part, and a test part where there is one."""
+"""Labeled data to evaluate a backbone on: a training part, and a test part where there is one."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from patchmix.data.contract import Labels, Source
+from patchmix.data.contract import Groups, Labels, Source, groups_of
+from patchmix.data.decode import Pixels
 from patchmix.data.randomness import hash_words
 from patchmix.data.sources import has_split, open_source
-from patchmix.evaluate.features import Part
 
 HELD_OUT = 0.2  # of the training images, to test on where there is no test split
 _MEMORY = 2 << 30  # bytes of decoded images that may be held
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """Every image has a label in 0 … classes - 1, and the training part has at least two classes."""
 
     train: Source
     test: Source | None
     classes: int
+    tested_on: str = "test split"
 
     def fingerprint(self) -> str:
         """Of both parts."""
         return self.train.fingerprint() + (f"+{self.test.fingerprint()}" if self.test is not None else "")
 
-    @property
-    def train_labels(self) -> Labels:
-        assert self.train.labels is not None
-        return self.train.labels
-
-    def with_test(self) -> Labelled:
+    def with_test(self) -> Labeled:
         """The same where there is a test part; else a fifth of each class's training images becomes it."""
         if self.test is not None:
             return self
-        held = held_out(self.train_labels, HELD_OUT)
-        return Labelled(
+        assert self.train.labels is not None
+        held = held_out(self.train.labels, HELD_OUT)
+        return Labeled(
             Part(self.train, np.flatnonzero(~held)),
             Part(self.train, np.flatnonzero(held), name=f"{self.train.name}, held out"),
             self.classes,
+            "a fifth held out",
         )
 
 
-def open_labelled(data: str | Path, *, many_passes: bool = False) -> Labelled:
+def open_labeled(data: str | Path, *, many_passes: bool = False) -> Labeled:
     """Opens what an evaluation needs; a ValueError says what is missing.
 
     In a folder without train/, the first-level sub-folders are classes. With `many_passes`, sets that fit are decoded
-    into memory at once; without, images are decoded when they are asked for, which they never are where their
-    features are stored.
+    into memory at once; otherwise images are decoded when needed, which is never where their features are cached.
     """
     cache_bytes = _MEMORY if many_passes else 0
     train = _open_train(data, cache_bytes)
@@ -69,7 +67,7 @@ def open_labelled(data: str | Path, *, many_passes: bool = False) -> Labelled:
             )
     if train.classes is not None:
         classes = max(classes, len(train.classes))
-    return Labelled(train, test, classes)
+    return Labeled(train, test, classes)
 
 
 def held_out(labels: Labels, share: float) -> npt.NDArray[np.bool_]:
@@ -95,19 +93,69 @@ def _open_train(data: str | Path, cache_bytes: int) -> Source:
             plain = open_source(data, "train", cache_bytes=0, progress=False)
         except ValueError:
             raise error from None
-        raise ValueError(_unlabelled(plain.name)) from error
+        raise ValueError(_no_labels(plain.name)) from error
 
 
 def _labels_of(source: Source) -> Labels:
     if source.labels is None:
-        raise ValueError(_unlabelled(source.name))
+        raise ValueError(_no_labels(source.name))
     if len(source.labels) and source.labels.min() < 0:
-        raise ValueError(f"{source.name} has label {source.labels.min()}, which means unlabelled; remove those images")
+        raise ValueError(f"{source.name} has label {source.labels.min()}, which means unlabeled; remove those images")
     return source.labels
 
 
-def _unlabelled(name: str) -> str:
+def _no_labels(name: str) -> str:
     return (
         f"{name} has no labels, which evaluation needs; put the images into one sub-folder per class, "
         "or give parquet with a label column"
     )
+
+
+class Part:
+    """Some of a source's samples, by their positions in it."""
+
+    def __init__(self, source: Source, positions: npt.NDArray[np.int64], *, name: str | None = None) -> None:
+        self._source = source
+        self.positions = positions
+        self.name = source.name if name is None else name
+        self.labels: Labels | None = None if source.labels is None else source.labels[positions]
+        self.classes = source.classes
+        self.groups = _groups_at(groups_of(source), positions)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def load(self, index: int) -> Pixels:
+        return self._source.load(int(self.positions[index]))
+
+    def key(self, index: int) -> str:
+        return self._source.key(int(self.positions[index]))
+
+    def fingerprint(self) -> str:
+        """The source's, with a sum over the positions: other positions, another fingerprint."""
+        chosen = hashlib.sha256(self.positions.astype("<i8").tobytes()).hexdigest()[:16]
+        return f"{self._source.fingerprint()}-{chosen}"
+
+
+class Subset(Part):
+    """At most `limit` of a source's samples, spread evenly over it and always the same ones.
+
+    Where samples lie in groups (shards), they are spread over as many groups as may be in use at a time.
+    """
+
+    def __init__(self, source: Source, limit: int) -> None:
+        positions = np.arange(len(source), dtype=np.int64)
+        groups = groups_of(source)
+        if groups is not None and len(groups.starts) > groups.window:
+            few = np.linspace(0, len(groups.starts) - 1, groups.window).round().astype(np.int64)
+            inside = np.isin(np.searchsorted(groups.starts, positions, side="right") - 1, few)
+            positions = positions[inside]
+        count = min(limit, len(positions))
+        super().__init__(source, positions[np.linspace(0, len(positions) - 1, count).round().astype(np.int64)])
+
+
+def _groups_at(groups: Groups | None, positions: npt.NDArray[np.int64]) -> Groups | None:
+    """The groups of some of a source's samples, if these are in order: (n,) positions."""
+    if groups is None or not len(positions) or bool((np.diff(positions) < 0).any()):
+        return None
+    return Groups(np.unique(np.searchsorted(positions, groups.starts[groups.starts <= positions[-1]])), groups.window)

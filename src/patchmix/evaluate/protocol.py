@@ -1,0 +1,279 @@
+"""What the protocols share: opening encoder and data, training on labels through the one loop, writing the result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchmix import distributed
+from patchmix.data.contract import Source
+from patchmix.data.loader import Batch, Loader
+from patchmix.device import autocast_dtype, resolve_device
+from patchmix.evaluate.features import SMALL_IMAGES
+from patchmix.evaluate.labeled import Labeled, open_labeled
+from patchmix.evaluate.results import Result, append_result
+from patchmix.files import write_text
+from patchmix.interop.backbone import Backbone
+from patchmix.interop.loading import load_backbone
+from patchmix.methods.method import Method
+from patchmix.schedules import WarmupCosine
+from patchmix.settings import Finetune, Knn, Linear
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
+from patchmix.train.lock import run_lock
+from patchmix.train.log import RunLog
+from patchmix.train.loop import Plan, train
+from patchmix.train.monitor import Evaluator
+
+
+@dataclass(frozen=True)
+class Task:
+    """An encoder and labeled data to evaluate it on. Results go to the folder `out`, if any."""
+
+    backbone: Backbone
+    digest: str  # of the weights
+    data: Labeled
+    data_name: str
+    device: torch.device
+    out: Path | None
+
+    def identity(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """What a training depends on: with the same, it goes on where it was stopped."""
+        return {
+            "settings": dict(settings),
+            "weights": self.digest,
+            "architecture": repr(self.backbone.architecture),
+            "data": self.data.fingerprint(),
+        }
+
+    def result(
+        self,
+        protocol: str,
+        metrics: dict[str, float],
+        images: int,
+        settings: dict[str, Any],
+        details: dict[str, Any] | None = None,
+    ) -> Result:
+        """The result, also written to results.jsonl; every process gets it."""
+        result = Result(
+            protocol=protocol,
+            metrics=metrics,
+            images=images,
+            data=self.data_name,
+            fingerprint=self.data.fingerprint(),
+            encoder=encoder_name(self.backbone),
+            weights=self.digest,
+            settings=settings,
+            details=details or {},
+        )
+        if self.out is not None and distributed.is_main():
+            append_result(self.out, result)
+        return result
+
+
+@contextmanager
+def open_task(
+    settings: Knn | Linear | Finetune,
+    backbone: Backbone | None,
+    *,
+    needs_test: bool = False,
+    many_passes: bool = False,
+) -> Iterator[Task]:
+    """Loads the encoder (unless `backbone` is given) and opens the data, in the process group if there is one.
+
+    needs_test: hold out a fifth of the images where there is no test split. many_passes: see `open_labeled`.
+    """
+    device = resolve_device(settings.device)
+    with distributed.process_group(device):
+        out = settings.out
+        if backbone is None:
+            backbone = load_backbone(settings.weights, encoder=settings.encoder)
+            out = results_folder(settings.weights, settings.out)
+        data = open_labeled(settings.data, many_passes=many_passes)
+        data = data.with_test() if needs_test else data
+        yield Task(backbone, backbone.digest(), data, str(settings.data), device, out)
+
+
+def results_folder(weights: str | Path, out: Path | None) -> Path | None:
+    """`out`, or a run's own folder; a single file or a timm model has none."""
+    return out or (Path(weights) if Path(weights).is_dir() else None)
+
+
+def encoder_name(backbone: Backbone) -> str:
+    """The architecture and, where the weights' origin says so, which of a pair of encoders."""
+    shape = backbone.architecture
+    which = backbone.origin.get("encoder") or ("base" if "recipe" in backbone.origin else None)
+    return f"{shape.name} ({which} encoder)" if which else shape.name
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+class SupervisedMethod(Method):
+    """An encoder that learns with labels, and its best scores so far."""
+
+    def __init__(self, encoder: nn.Module, scores: Sequence[str]) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.scores = BestScores(scores)
+
+    def after_step(self, progress: float) -> None:
+        self.scores.steps += 1
+
+
+class BestScores(nn.Module):
+    """The steps done and the best value of each score so far. Saved with the method, so that a resumed run has them."""
+
+    steps: Tensor
+    best: Tensor
+    best_step: Tensor
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("best", torch.full((len(names),), -1.0, dtype=torch.float64))
+        self.register_buffer("best_step", torch.zeros(len(names), dtype=torch.int64))
+
+    def note(self, values: Mapping[str, float], steps_per_epoch: int) -> Iterator[tuple[str, float]]:
+        """Yields the values, then the best so far and its epoch, of each name."""
+        yield from values.items()
+        for i, name in enumerate(self.names):
+            if values[name] > float(self.best[i]):
+                self.best[i] = values[name]
+                self.best_step[i] = self.steps
+            yield f"best_{name}", float(self.best[i])
+            yield f"best_{name}_epoch", float(self.best_step[i]) / steps_per_epoch
+
+
+def fit(
+    method: SupervisedMethod,
+    source: Source,
+    transform: Any,
+    *,
+    prepare: Callable[[Batch], Any],
+    evaluator: Evaluator,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    min_lr: float = 0.0,
+    warmup: Callable[[int], float] = lambda steps: 0.0,
+    weight_decay: float = 0.0,
+    clip_grad: float = 0.0,
+    batch_size: int,
+    accumulate: int = 1,
+    epochs: float,
+    evaluate_every: float = 1.0,
+    seed: int,
+    device: torch.device,
+    workers: int,
+    folder: Path | None,
+    identity: Mapping[str, Any],
+) -> dict[str, float]:
+    """Trains to the end and returns the evaluator's last values, with the best of each score and its epoch.
+
+    warmup: of the number of steps, the share of the training in which the learning rate rises.
+    With a `folder`, checkpoints are kept there, and a call with the same `identity` goes on where one was stopped;
+    two at a time in one folder are refused.
+    """
+    loader = Loader(
+        source,
+        transform,
+        batch_size=batch_size,
+        seed=seed,
+        workers=workers,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        accumulate=accumulate,
+        pin_memory=device.type == "cuda",
+    )
+    steps = max(1, round(epochs * loader.steps_per_epoch))
+    plan = Plan(
+        lr=WarmupCosine(lr, min_lr, warmup=warmup(steps), step=1.0 / steps),
+        weight_decay=lambda progress: weight_decay,
+        batch_size=batch_size,
+        epochs=epochs,
+        accumulate=accumulate,
+        clip_grad=clip_grad,
+        autocast=autocast_dtype(device),
+        seed=seed,
+        monitor_every=evaluate_every,
+    )
+
+    def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+        if values := dict(evaluator(encoder)):
+            yield from method.scores.note(values, loader.steps_per_epoch)
+
+    main = distributed.is_main()
+    with run_lock(folder) if folder is not None and main else nullcontext():
+        checkpoints, state = None, None
+        if folder is not None:
+            checkpoints = Checkpoints(folder / "checkpoints")
+            if checkpoints.last is not None:
+                state = load_checkpoint(checkpoints.last)
+                if state.get("identity") != dict(identity):
+                    raise ValueError(f"{checkpoints.last} belongs to another evaluation; remove {folder} to start anew")
+        distributed.barrier()  # nobody writes before everybody has read
+        if folder is not None and main:
+            write_text(folder / "settings.json", json.dumps(dict(identity), indent=2) + "\n")
+        log = RunLog(folder if main else None, step=int(state["step"]) if state else 0)
+        try:
+            return train(
+                method,
+                loader,
+                plan,
+                optimizer=optimizer,
+                device=device,
+                prepare=prepare,
+                log=log,
+                checkpoints=checkpoints,
+                resume_from=state,
+                extra_state={"identity": dict(identity)},
+                evaluators=[evaluate],
+                on_bad_sample=_Warn(log),
+            )
+        finally:
+            log.close()
+
+
+class _Warn:
+    """Names every image that can't be decoded once."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log, self._seen = log, set[str]()
+
+    def __call__(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._seen:
+                self._seen.add(name)
+                self._log.say(f"warning: {name} (replaced by another image)", style="yellow")
+
+
+def work_folder(out: Path | None, protocol: str, identity: Mapping[str, Any]) -> Path | None:
+    """Where a training keeps its checkpoints: one folder for each set of settings, data and weights."""
+    if out is None:
+        return None
+    digest = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()
+    return out / f"{protocol}-{digest[:10]}"
+
+
+def usual_batch(image_size: int, images: int, *, multiple: int) -> int:
+    """256 for small images (CIFAR), 1024 for larger ones, and less where there are fewer images."""
+    wanted = min(256 if image_size <= SMALL_IMAGES else 1024, images)
+    return max(1, wanted // multiple) * multiple
+
+
+def top_accuracies(logits: Tensor, labels: Tensor, prefix: str = "") -> dict[str, float]:
+    """(N, K) and (N,) → top-1, and top-5 where there are more than five classes."""
+    ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    hits = ranked == labels.to(ranked.device).unsqueeze(1)
+    accuracies = {f"{prefix}top1": float(hits[:, 0].double().mean())}
+    if logits.shape[1] > 5:
+        accuracies[f"{prefix}top5"] = float(hits.any(dim=1).double().mean())
+    return accuracies
