@@ -17,7 +17,7 @@ from patchmix.data.sources import open_source
 from patchmix.device import resolve_device
 from patchmix.evaluate.features import LAYERS, usual_resize
 from patchmix.evaluate.knn import HEADLINE_K, TEMPERATURE, fitting_ks
-from patchmix.evaluate.labelled import Labelled, open_labelled
+from patchmix.evaluate.labeled import Labeled, open_labeled
 from patchmix.evaluate.results import Result, read_results
 from patchmix.evaluate.sweep import usual_epochs
 from patchmix.methods.options import METHOD_OPTIONS
@@ -62,16 +62,16 @@ def ablate(settings: Ablate, console: Console | None = None) -> Ablated:
     first = planned[0].config
     with distributed.process_group(resolve_device(first.runtime.device)):
         console = console or Console(quiet=not distributed.is_main())
-        labelled = open_test_data(settings.test_data, data, console)
+        labeled = open_test_data(settings.test_data, data, console)
         fingerprint = open_source(data, "train", cache_bytes=0, progress=False).fingerprint()
         planned = [adopt(each, fingerprint) for each in planned]
         distributed.barrier()
         test_data = settings.test_data or data
-        evaluated_on = None if labelled is None else test_data
+        evaluated_on = None if labeled is None else test_data
         table = Ablated(settings.ablation, chosen, seeds, data, evaluated_on, describe(first, chosen[0]), [])
         for i, each in enumerate(planned):
             console.rule(f"row {i + 1} of {len(planned)}: {each.row.name}, seed {each.seed}")
-            trained = train_and_evaluate(each, labelled, test_data, console)
+            trained = train_and_evaluate(each, labeled, test_data, console)
             table = dataclasses.replace(table, runs=[*table.runs, trained])
             if distributed.is_main():
                 write_table(table, out)
@@ -169,7 +169,7 @@ def adopt(planned: Planned, fingerprint: str) -> Planned:
     return planned
 
 
-def train_and_evaluate(planned: Planned, labelled: Labelled | None, data: str, console: Console) -> Trained:
+def train_and_evaluate(planned: Planned, labeled: Labeled | None, data: str, console: Console) -> Trained:
     """Trains what is not trained, evaluates what is not evaluated, and reads the folder."""
     trained = Trained(planned.row.name, planned.seed, str(planned.folder))
     if not (planned.folder / "encoder.safetensors").is_file():
@@ -189,7 +189,7 @@ def train_and_evaluate(planned: Planned, labelled: Labelled | None, data: str, c
         images_seen=steps[-1]["step"] * planned.config.train.batch_size if steps else None,
         seconds=steps[-1]["seconds"] if steps else None,
         flops_per_image=step_flops_per_image(planned.config),
-        results={} if labelled is None else evaluate(run, labelled, data, planned.config),
+        results={} if labeled is None else evaluate(run, labeled, data, planned.config),
         health={key: value for key, value in health.items() if key not in ("kind", "step", "epoch")},
     )
 
@@ -197,31 +197,29 @@ def train_and_evaluate(planned: Planned, labelled: Labelled | None, data: str, c
 # ----------------------------------------------------------------------------------------------------------- evaluation
 
 
-def open_test_data(test_data: str | Path | None, data: str | Path, console: Console) -> Labelled | None:
-    """The labelled data, or None where there is none; data that was asked for must have labels."""
+def open_test_data(test_data: str | Path | None, data: str | Path, console: Console) -> Labeled | None:
+    """The labeled data, or None where there is none; data that was asked for must have labels."""
     try:
-        labelled = open_labelled(data if test_data is None else test_data)
+        labeled = open_labeled(data if test_data is None else test_data)
     except ValueError as error:
         if test_data is not None:
             raise
         console.print(f"rows are not evaluated, only their health is shown: {error}", soft_wrap=True, markup=False)
         return None
-    test = "each by the others" if labelled.test is None else f"{len(labelled.test):,} test images"
-    console.print(
-        f"evaluated on {labelled.train.name}: {labelled.classes} classes, {test}", soft_wrap=True, markup=False
-    )
-    return labelled
+    test = "each by the others" if labeled.test is None else f"{len(labeled.test):,} test images"
+    console.print(f"evaluated on {labeled.train.name}: {labeled.classes} classes, {test}", soft_wrap=True, markup=False)
+    return labeled
 
 
-def evaluate(run: Run, labelled: Labelled, data: str, config: Config) -> dict[str, Result]:
+def evaluate(run: Run, labeled: Labeled, data: str, config: Config) -> dict[str, Result]:
     """kNN and the fast linear protocol, from results.jsonl where they are there already."""
     file = run.load()
     common = {"layer": LAYERS["token"], "resize": usual_resize(file.architecture.image_size)}
-    voters = len(labelled.train) - int(labelled.test is None)
-    ks, tested = fitting_ks(voters), labelled.with_test()
+    voters = len(labeled.train) - int(labeled.test is None)
+    ks, tested = fitting_ks(voters), labeled.with_test()
     asked = {
         "knn": (
-            labelled.fingerprint(),
+            labeled.fingerprint(),
             {"k": HEADLINE_K if HEADLINE_K in ks else ks[0], "temperature": TEMPERATURE, **common},
         ),
         "linear-fast": (

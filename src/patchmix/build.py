@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -16,10 +16,9 @@ from patchmix.data.device_views import Crops, Prepare
 from patchmix.data.loader import Loader
 from patchmix.data.memory import check_decodable
 from patchmix.data.sources import has_split, open_source
-from patchmix.data.views import CenterCrop, View, Views
+from patchmix.data.views import View, Views
 from patchmix.device import autocast_dtype, check_compiler
-from patchmix.evaluate.features import Subset, extract
-from patchmix.evaluate.knn import HEADLINE_K, accuracy, knn_predict
+from patchmix.evaluate.monitor import monitor
 from patchmix.methods.byol import BYOL
 from patchmix.methods.dino import DINO
 from patchmix.methods.ibot import IBOT
@@ -33,7 +32,6 @@ from patchmix.methods.swav import SwAV
 from patchmix.nn.vit import create_encoder, initialize_as_mocov3
 from patchmix.schedules import Cosine, WarmupCosine
 from patchmix.train.loop import Evaluator, Plan
-from patchmix.train.monitor import health
 
 METHODS: dict[str, Callable[..., Method]] = {
     "patchmix": PatchMixMethod,
@@ -172,53 +170,18 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
 
 def build_evaluators(config: Config, source: Source, image_size: int, device: torch.device) -> list[Evaluator]:
     """Health of the features of some training images, and kNN where they have labels."""
-    runtime = config.runtime
-    bank = Subset(source, runtime.monitor_bank)
-    queries = None
-    if source.labels is not None and has_split(config.data.path, "test"):
-        queries = Subset(open_source(config.data.path, "test"), runtime.monitor_queries)
-
-    def features(encoder: nn.Module, subset: Subset) -> tuple[Tensor, Tensor | None]:
-        found = extract(
-            encoder,
-            subset,
+    has_test = source.labels is not None and has_split(config.data.path, "test")
+    test = open_source(config.data.path, "test") if has_test else None
+    runtime, views = config.runtime, config.views
+    return [
+        monitor(
+            source,
+            test,
+            bank=runtime.monitor_bank,
+            queries=runtime.monitor_queries,
             image_size=image_size,
-            mean=config.views.mean,
-            std=config.views.std,
+            mean=views.mean,
+            std=views.std,
             device=device,
-            workers=0,
         )
-        return found.vectors, found.labels
-
-    def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
-        vectors, labels = features(encoder, bank)
-        yield from health(vectors)
-        if labels is None:
-            return
-        k = min(HEADLINE_K, len(vectors) - 1)
-        if queries is not None and queries.labels is not None:
-            asked, truth = features(encoder, queries)
-            predicted = knn_predict(vectors, labels, asked, ks=[k])[k]
-        else:
-            asked, truth = vectors[: runtime.monitor_queries], labels[: runtime.monitor_queries]
-            predicted = knn_predict(vectors, labels, asked, ks=[k], leave_one_out=True)[k]
-        assert truth is not None
-        yield "knn", accuracy(predicted, truth)
-
-    return [evaluate]
-
-
-def raw_pixel_knn(source: Source, queries: Source, *, bank: int, asked: int, k: int = HEADLINE_K) -> float:
-    """kNN on the pixels themselves: what an encoder has to beat."""
-
-    def pixels(subset: Subset) -> Tensor:
-        side = min(subset.load(0).shape[:2])
-        crop = CenterCrop(side)
-        images = [crop([subset.load(i)], epoch=0, indices=subset.positions[i : i + 1])[0] for i in range(len(subset))]
-        flat = torch.stack([torch.from_numpy(image).flatten().float() for image in images])
-        return flat - flat.mean(dim=1, keepdim=True)
-
-    some, others = Subset(source, bank), Subset(queries, asked)
-    assert some.labels is not None and others.labels is not None
-    labels, truth = torch.from_numpy(some.labels), torch.from_numpy(others.labels)
-    return accuracy(knn_predict(pixels(some), labels, pixels(others), ks=[k])[k], truth)
+    ]

@@ -13,14 +13,15 @@ from timm.models.vision_transformer import VisionTransformer
 from patchmix import build
 from patchmix.config import Config
 from patchmix.data.sources import open_source
-from patchmix.evaluate.knn import HEADLINE_K, evaluate_knn
+from patchmix.evaluate.knn import HEADLINE_K, knn
+from patchmix.evaluate.monitor import raw_pixel_knn
 from patchmix.evaluate.results import wilson
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.recipes import start
 from patchmix.report.figures import curves_figure, mix_figure, targets_figure
 from patchmix.report.style import save
 from patchmix.run import run_config
-from patchmix.settings import Demo
+from patchmix.settings import Demo, Knn
 from patchmix.study.reporting import report_runs
 from patchmix.train.log import read_metrics
 
@@ -30,9 +31,9 @@ def demo(settings: Demo) -> Path:
     config = start("demo").replace(budget=settings.budget)
     run = run_config(config, settings.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
     trained = run.knn("shapes")
-    untrained = evaluate_knn(_untrained(config), "shapes", cache=False)
+    untrained = knn(Knn("untrained", "shapes", cache=False), _untrained(config))
     train, test = open_source("shapes", "train"), open_source("shapes", "test")
-    pixels = build.raw_pixel_knn(train, test, bank=len(train), asked=len(test))
+    pixels = raw_pixel_knn(train, test)
     console = Console()
     table = Table(title=f"kNN accuracy on {len(test):,} test images of shapes, ten classes (k = {HEADLINE_K})")
     table.add_column("features")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -16,6 +16,10 @@ from patchmix import build, distributed
 from patchmix.config import Config, differences, from_dict, from_yaml, to_dict, to_yaml, validate
 from patchmix.data.contract import Source
 from patchmix.device import resolve_device
+from patchmix.evaluate.finetune import finetune
+from patchmix.evaluate.knn import knn
+from patchmix.evaluate.linear import linear
+from patchmix.evaluate.monitor import collapse_warning
 from patchmix.evaluate.results import Result
 from patchmix.files import remove_unfinished, write_text
 from patchmix.interop.backbone import Architecture, Backbone
@@ -26,9 +30,7 @@ from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import RunLog
 from patchmix.train.loop import build_optimizer, train
-from patchmix.train.monitor import collapse_warning
 from patchmix.train.watch import NonFiniteLoss
-from patchmix.verbs import finetune, knn, linear
 
 S = TypeVar("S")
 
@@ -63,15 +65,15 @@ class Run:
 
     def knn(self, data: str | Path, **settings: Any) -> Result:
         """`patchmix.knn` of this run; the result is also added to its results.jsonl."""
-        return cast(Result, knn(self._settings(Knn, data, settings)))
+        return knn(self._settings(Knn, data, settings))
 
     def linear(self, data: str | Path, **settings: Any) -> Result:
         """`patchmix.linear` of this run."""
-        return cast(Result, linear(self._settings(Linear, data, settings)))
+        return linear(self._settings(Linear, data, settings))
 
     def finetune(self, data: str | Path, **settings: Any) -> Result:
         """`patchmix.finetune` of this run."""
-        return cast(Result, finetune(self._settings(Finetune, data, settings)))
+        return finetune(self._settings(Finetune, data, settings))
 
     def _settings(self, cls: type[S], data: str | Path, settings: dict[str, Any]) -> S:
         return validate(cls, {"weights": str(self.path), "data": str(data), **settings})

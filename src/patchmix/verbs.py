@@ -3,89 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
-from patchmix import distributed
 from patchmix import settings as s
-
-
-def results_folder(weights: str, out: Path | None) -> Path | None:
-    return out or (Path(weights) if Path(weights).is_dir() else None)
 
 
 def _rest(settings: Any, *without: str) -> dict[str, Any]:
     return {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name not in without}
-
-
-def knn(settings: s.Knn) -> Any:
-    from patchmix.evaluate.knn import evaluate_knn
-    from patchmix.interop.loading import load_backbone
-
-    file = load_backbone(settings.weights, encoder=settings.encoder)
-    options = _rest(settings, "weights", "data", "encoder", "k", "out")
-    out = results_folder(settings.weights, settings.out)
-    return evaluate_knn(file, settings.data, ks=settings.k or None, out=out, **options)
-
-
-def linear(settings: s.Linear) -> Any:
-    from patchmix.evaluate.linear import evaluate_linear
-    from patchmix.interop.loading import load_backbone
-
-    file = load_backbone(settings.weights, encoder=settings.encoder)
-    out = results_folder(settings.weights, settings.out)
-    return evaluate_linear(file, settings.data, out=out, **_rest(settings, "weights", "data", "encoder", "out"))
-
-
-def finetune(settings: s.Finetune) -> Any:
-    from patchmix.evaluate.finetune import FinetuneSettings, evaluate_finetune
-    from patchmix.interop.loading import load_backbone
-
-    names = {f.name for f in dataclasses.fields(FinetuneSettings)}
-    own = FinetuneSettings(**{n: v for n, v in _rest(settings).items() if n in names})
-    file = load_backbone(settings.weights, encoder=settings.encoder)
-    out = results_folder(settings.weights, settings.out)
-    options = {name: getattr(settings, name) for name in ("resize", "device", "workers")}
-    return evaluate_finetune(file, settings.data, settings=own, out=out, **options)
-
-
-def embed(settings: s.Embed) -> None:
-    from patchmix.evaluate.embed import embed
-    from patchmix.interop.loading import load_backbone
-
-    file = load_backbone(settings.weights, encoder=settings.encoder)
-    for path in embed(file, settings.data, settings.out, **_rest(settings, "weights", "data", "encoder", "out")):
-        print(f"wrote {path}")
-
-
-def detect(settings: s.Detect) -> None:
-    from patchmix.evaluate import detection
-    from patchmix.interop.loading import load_backbone
-
-    weights, out, data = settings.weights, settings.out, settings.data
-    if settings.predict:
-        distributed.check_alone("patchmix detect --predict")
-        drawn = out or Path("predictions")
-        options = {"threshold": settings.threshold, "device": settings.device}
-        for path in detection.predict(weights, settings.predict, drawn, **options):
-            print(f"wrote {path}")
-        return
-    if data is None:
-        raise ValueError("--data is missing; give a COCO folder, or --predict IMAGE to draw on images")
-    layout = ("val", "val_images", "val_annotations", "device", "workers", "pictures")
-    if settings.eval_only:
-        result = detection.evaluate_only(weights, data, out, **{n: getattr(settings, n) for n in layout})
-    else:
-        folder = out if weights == "scratch" else results_folder(weights, out)
-        if folder is None:
-            raise ValueError(f"--out is missing; {weights} has no folder of its own for the results")
-        names = {f.name for f in dataclasses.fields(detection.DetectSettings)}
-        own = detection.DetectSettings(**{n: v for n, v in _rest(settings).items() if n in names})
-        layout = (*layout, "model", "start", "train", "train_images", "train_annotations")
-        file = None if weights == "scratch" else load_backbone(weights, encoder=settings.encoder)
-        result = detection.detect(file, data, folder, own, **{n: getattr(settings, n) for n in layout})
-    if distributed.is_main():
-        detection.print_detection(result)
 
 
 def compare(settings: s.Compare) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from patchmix.data.shapes import shapes_source
 from patchmix.data.views import to_float
-from patchmix.evaluate import stored
-from patchmix.evaluate.features import Part, Subset, extract, usual_resize
-from patchmix.evaluate.labelled import held_out, open_labelled
-from patchmix.evaluate.stored import Reader, encoder_name
+from patchmix.evaluate import features
+from patchmix.evaluate.features import FeatureExtractor, extract, usual_resize
+from patchmix.evaluate.labeled import Part, Subset, held_out, open_labeled
+from patchmix.evaluate.protocol import encoder_name
 from patchmix.interop.backbone import Backbone
 from patchmix.progress import progress_bar
 from tests.evaluate.conftest import make_backbone
@@ -53,7 +53,7 @@ def test_features_are_the_encoders_output_in_the_sources_order() -> None:
 
 def test_undecodable_images_are_left_out_and_the_others_keep_their_labels(class_folder: Path) -> None:
     (class_folder / "class1" / "1.png").write_bytes(b"no image")
-    source = open_labelled(class_folder).train
+    source = open_labeled(class_folder).train
     found = extract(Flat(), source, image_size=8, mean=MEAN, std=STD, device=CPU, batch_size=4)
     assert len(found.vectors) == 11
     bad = next(i for i in range(12) if source.key(i).endswith("class1/1.png"))
@@ -76,7 +76,7 @@ def test_pools_are_the_token_and_the_mean_of_the_patches(backbone: Backbone) -> 
 
 
 def test_an_encoder_of_one_channel_sees_the_mean_of_three() -> None:
-    found = Reader(make_backbone(in_chans=1), device=CPU).read(shapes_source("train", 3))
+    found = FeatureExtractor(make_backbone(in_chans=1), device=CPU).features(shapes_source("train", 3))
     assert found.vectors.shape == (3, 24)
     assert torch.isfinite(found.vectors).all()
 
@@ -84,8 +84,8 @@ def test_an_encoder_of_one_channel_sees_the_mean_of_three() -> None:
 def test_resize_is_the_authors_switch(backbone: Backbone) -> None:
     """32 → 36 → the central 32: other features than those of the whole image."""
     source = shapes_source("train", 4)
-    whole = Reader(backbone, device=CPU).read(source).vectors
-    cropped = Reader(backbone, device=CPU, resize=36).read(source).vectors
+    whole = FeatureExtractor(backbone, device=CPU).features(source).vectors
+    cropped = FeatureExtractor(backbone, device=CPU, resize=36).features(source).vectors
     assert not torch.allclose(whole, cropped)
     assert (usual_resize(32), usual_resize(224), usual_resize(384)) == (32, 256, 439)
 
@@ -94,12 +94,12 @@ def test_broken_weights_are_named_and_not_stored(cache: Path) -> None:
     backbone = make_backbone()
     backbone.weights["norm.bias"][0] = float("nan")
     with pytest.raises(ValueError, match=r"shapes \(train\): the features of 5 of 5 images are NaN"):
-        Reader(backbone, device=CPU).read(shapes_source("train", 5))
+        FeatureExtractor(backbone, device=CPU).features(shapes_source("train", 5))
     assert not cache.exists()
 
 
 def test_nothing_is_printed_where_nobody_looks(backbone: Backbone, capfd: pytest.CaptureFixture[str]) -> None:
-    Reader(backbone, device=CPU).read(shapes_source("train", 5))
+    FeatureExtractor(backbone, device=CPU).features(shapes_source("train", 5))
     assert capfd.readouterr() == ("", "")
 
 
@@ -132,13 +132,13 @@ class Counting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs = 0
-        original = stored.extract
+        original = features.extract
 
         def counted(*args: object, **kwargs: object) -> object:
             self.runs += 1
             return original(*args, **kwargs)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(stored, "extract", counted)
+        monkeypatch.setattr(features, "extract", counted)
 
 
 def test_a_second_reading_does_not_run_the_encoder(
@@ -146,9 +146,9 @@ def test_a_second_reading_does_not_run_the_encoder(
 ) -> None:
     counting = Counting(monkeypatch)
     source = shapes_source("train", 12)
-    first = Reader(backbone, device=CPU).read(source)
+    first = FeatureExtractor(backbone, device=CPU).features(source)
     assert counting.runs == 1
-    second = Reader(backbone, device=CPU).read(source)
+    second = FeatureExtractor(backbone, device=CPU).features(source)
     assert counting.runs == 1
     assert torch.equal(first.vectors, second.vectors)
     assert first.labels is not None and second.labels is not None and torch.equal(first.labels, second.labels)
@@ -157,22 +157,22 @@ def test_a_second_reading_does_not_run_the_encoder(
 
 def test_anything_that_changes_features_runs_it_again(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     source = shapes_source("train", 12)
-    Reader(backbone, device=CPU).read(source)
+    FeatureExtractor(backbone, device=CPU).features(source)
     counting = Counting(monkeypatch)
     more_heads = dataclasses.replace(backbone.architecture, heads=6)
     changed = [
-        (Reader(make_backbone(1), device=CPU), source),
-        (Reader(dataclasses.replace(backbone, mean=(0.1, 0.1, 0.1)), device=CPU), source),
-        (Reader(dataclasses.replace(backbone, architecture=more_heads), device=CPU), source),
-        (Reader(backbone, device=CPU, pool="mean"), source),
-        (Reader(backbone, device=CPU, resize=36), source),
-        (Reader(backbone, device=CPU), shapes_source("test", 12)),
-        (Reader(backbone, device=CPU), Part(source, np.arange(0, 6))),
-        (Reader(backbone, device=CPU), Part(source, np.arange(6, 12))),
-        (Reader(backbone, device=CPU, cache=False), source),
+        (FeatureExtractor(make_backbone(1), device=CPU), source),
+        (FeatureExtractor(dataclasses.replace(backbone, mean=(0.1, 0.1, 0.1)), device=CPU), source),
+        (FeatureExtractor(dataclasses.replace(backbone, architecture=more_heads), device=CPU), source),
+        (FeatureExtractor(backbone, device=CPU, pool="mean"), source),
+        (FeatureExtractor(backbone, device=CPU, resize=36), source),
+        (FeatureExtractor(backbone, device=CPU), shapes_source("test", 12)),
+        (FeatureExtractor(backbone, device=CPU), Part(source, np.arange(0, 6))),
+        (FeatureExtractor(backbone, device=CPU), Part(source, np.arange(6, 12))),
+        (FeatureExtractor(backbone, device=CPU, cache=False), source),
     ]
-    for number, (reader, images) in enumerate(changed, start=1):
-        reader.read(images)
+    for number, (extractor, images) in enumerate(changed, start=1):
+        extractor.features(images)
         assert counting.runs == number
 
 
@@ -181,16 +181,16 @@ def test_a_damaged_file_is_computed_again(
     damage: str, backbone: Backbone, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = shapes_source("train", 12)
-    right = Reader(backbone, device=CPU).read(source)
+    right = FeatureExtractor(backbone, device=CPU).features(source)
     (path,) = cache.iterdir()
     content = bytearray(path.read_bytes())
     content[-40] ^= 0x10
     path.write_bytes({"cut": content[:-100], "flipped": content, "empty": b""}[damage])
     counting = Counting(monkeypatch)
-    again = Reader(backbone, device=CPU).read(source)
+    again = FeatureExtractor(backbone, device=CPU).features(source)
     assert counting.runs == 1
     assert torch.equal(again.vectors, right.vectors)
-    Reader(backbone, device=CPU).read(source)  # and it is whole again
+    FeatureExtractor(backbone, device=CPU).features(source)  # and it is whole again
     assert counting.runs == 1
 
 
@@ -198,22 +198,22 @@ def test_features_unused_for_longest_make_room(
     backbone: Backbone, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [shapes_source("train", length) for length in (20, 21, 22)]
-    reader = Reader(backbone, device=CPU)
+    extractor = FeatureExtractor(backbone, device=CPU)
     for source in sources:
-        reader.read(source)
+        extractor.features(source)
         for path in cache.iterdir():
             os.utime(path, (path.stat().st_mtime - 100, path.stat().st_mtime - 100))
     (cache / "notes.safetensors").write_bytes(bytes(10_000))  # not ours
-    reader.read(sources[0])  # the oldest, but used now
+    extractor.features(sources[0])  # the oldest, but used now
     size = max(path.stat().st_size for path in cache.glob("?" * 40 + ".safetensors"))
-    monkeypatch.setattr(stored, "KEPT_BYTES", round(2.5 * size))
-    reader.read(shapes_source("train", 23))
+    monkeypatch.setattr(features, "KEPT_BYTES", round(2.5 * size))
+    extractor.features(shapes_source("train", 23))
     assert (cache / "notes.safetensors").exists()
     counting = Counting(monkeypatch)
-    reader.read(sources[0])
-    reader.read(shapes_source("train", 23))
+    extractor.features(sources[0])
+    extractor.features(shapes_source("train", 23))
     assert counting.runs == 0
-    reader.read(sources[2])
+    extractor.features(sources[2])
     assert counting.runs == 1
 
 
@@ -223,7 +223,7 @@ def test_a_store_that_can_not_be_written_costs_nothing_but_a_warning(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.warns(UserWarning, match="not kept"):
-        found = Reader(backbone, device=CPU).read(shapes_source("train", 5))
+        found = FeatureExtractor(backbone, device=CPU).features(shapes_source("train", 5))
     assert len(found.vectors) == 5
 
 
@@ -234,15 +234,16 @@ import sys, torch
 from pathlib import Path
 from patchmix import distributed
 from patchmix.evaluate import features
-from patchmix.evaluate.labelled import open_labelled
-from patchmix.evaluate.stored import Reader
+from patchmix.evaluate.features import FeatureExtractor
+from patchmix.evaluate.labeled import open_labeled
 from patchmix.interop.loading import load_backbone
 features.GATHERED_ROWS = 3
 device, folder = torch.device("cpu"), Path(sys.argv[1])
 with distributed.process_group(device):
-    reader = Reader(load_backbone(folder / "encoder.safetensors"), device=device, batch_size=2, cache=False)
+    backbone = load_backbone(folder / "encoder.safetensors")
+    extractor = FeatureExtractor(backbone, device=device, batch_size=2, cache=False)
     for case in ("odd", "bad"):
-        found = reader.read(open_labelled(folder / case).train)
+        found = extractor.features(open_labeled(folder / case).train)
         torch.save([found.vectors, found.labels, found.indices], folder / f"{case}-{distributed.rank()}.pt")
 """
 
@@ -262,7 +263,7 @@ def test_two_processes_find_what_one_finds(backbone: Backbone, class_folder: Pat
     processes = [subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank)}) for rank in range(2)]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     for case in ("odd", "bad"):
-        alone = Reader(backbone, device=CPU, cache=False).read(open_labelled(tmp_path / case).train)
+        alone = FeatureExtractor(backbone, device=CPU, cache=False).features(open_labeled(tmp_path / case).train)
         assert len(alone.vectors) == 11
         for rank in range(2):
             vectors, labels, indices = torch.load(tmp_path / f"{case}-{rank}.pt", weights_only=True)
@@ -271,7 +272,7 @@ def test_two_processes_find_what_one_finds(backbone: Backbone, class_folder: Pat
             assert torch.equal(indices, alone.indices)
 
 
-# ------------------------------------------------------------------------------------------------------ labelled data
+# ------------------------------------------------------------------------------------------------------ labeled data
 
 
 def test_a_subset_is_spread_evenly() -> None:
@@ -293,20 +294,20 @@ def test_held_out_images_are_a_share_of_each_class() -> None:
 
 
 def test_without_a_test_split_a_fifth_is_held_out(class_folder: Path) -> None:
-    labelled = open_labelled(class_folder).with_test()
-    assert labelled.test is not None
-    assert (len(labelled.train), len(labelled.test)) == (9, 3)
-    names = [{part.key(i) for i in range(len(part))} for part in (labelled.train, labelled.test)]
+    labeled = open_labeled(class_folder).with_test()
+    assert labeled.test is not None
+    assert (len(labeled.train), len(labeled.test)) == (9, 3)
+    names = [{part.key(i) for i in range(len(part))} for part in (labeled.train, labeled.test)]
     assert not names[0] & names[1]
 
 
 def test_missing_labels_are_named(class_folder: Path) -> None:
     flat = class_folder / "class0"
     with pytest.raises(ValueError, match=r"has no labels, which evaluation needs; put the images into one sub-folder"):
-        open_labelled(flat)
+        open_labeled(flat)
     (class_folder / "class1").rename(class_folder.parent / "away1")
     (class_folder / "class2").rename(class_folder.parent / "away2")
     with pytest.raises(ValueError, match="has one class only"):
-        open_labelled(class_folder)
+        open_labeled(class_folder)
     with pytest.raises(ValueError, match="neither a name nor a path"):
-        open_labelled("no-such-data")
+        open_labeled("no-such-data")

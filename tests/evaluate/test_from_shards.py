@@ -11,15 +11,16 @@ from patchmix.data.randomness import GroupedOrder, order_of
 from patchmix.data.shapes import shapes_source
 from patchmix.data.sources import open_source
 from patchmix.data.write_shards import write_shards
-from patchmix.evaluate.features import Part, Subset, extract
-from patchmix.evaluate.knn import evaluate_knn
+from patchmix.evaluate.features import extract
+from patchmix.evaluate.knn import knn
+from patchmix.evaluate.labeled import Part, Subset
 from patchmix.interop.backbone import Backbone
-from patchmix.settings import Shards
+from patchmix.settings import Knn, Shards
 from tests.evaluate.conftest import write_image
 
 
 @pytest.fixture
-def labelled(tmp_path: Path) -> Path:
+def labeled(tmp_path: Path) -> Path:
     for split, count in (("train", 90), ("val", 40)):
         source = shapes_source("train" if split == "train" else "test", count if split == "train" else None)
         assert source.labels is not None and source.classes is not None
@@ -28,17 +29,17 @@ def labelled(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-def test_knn_from_shards_equals_knn_from_the_files(labelled: Path, tmp_path: Path, backbone: Backbone) -> None:
-    write_shards(Shards(labelled, tmp_path / "shards", per_shard=16), progress=False)
-    files = evaluate_knn(backbone, labelled, ks=(1, 5), device="cpu")
-    shards = evaluate_knn(backbone, tmp_path / "shards", ks=(1, 5), device="cpu")
+def test_knn_from_shards_equals_knn_from_the_files(labeled: Path, tmp_path: Path, backbone: Backbone) -> None:
+    write_shards(Shards(str(labeled), tmp_path / "shards", per_shard=16), progress=False)
+    files = knn(Knn("", str(labeled), k=(1, 5), device="cpu"), backbone)
+    shards = knn(Knn("", str(tmp_path / "shards"), k=(1, 5), device="cpu"), backbone)
     assert files.metrics == shards.metrics
     assert 0 < files.top1 < 1
 
 
-def test_features_follow_the_images(labelled: Path, tmp_path: Path, backbone: Backbone) -> None:
-    write_shards(Shards(labelled, tmp_path / "shards", split="train", per_shard=16), progress=False)
-    original, shards = open_source(labelled, cache_bytes=0), open_source(tmp_path / "shards", cache_bytes=0)
+def test_features_follow_the_images(labeled: Path, tmp_path: Path, backbone: Backbone) -> None:
+    write_shards(Shards(str(labeled), tmp_path / "shards", split="train", per_shard=16), progress=False)
+    original, shards = open_source(labeled, cache_bytes=0), open_source(tmp_path / "shards", cache_bytes=0)
     options = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "device": torch.device("cpu")}
     a, b = (extract(backbone.encoder(), source, **options) for source in (original, shards))  # type: ignore[arg-type]
     order = [int(shards.key(i).rpartition("/")[2][:9]) for i in range(len(shards))]

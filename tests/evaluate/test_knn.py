@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchmix.evaluate import knn
-from patchmix.evaluate.knn import accuracy, evaluate_knn, fitting_ks, knn_predict
+from patchmix.evaluate.knn import accuracy, fitting_ks, knn_predict
 from patchmix.evaluate.results import read_results
 from patchmix.interop.backbone import Backbone
+from patchmix.settings import Knn
 from tests.oracles.knn import ranking, vote
 
 
@@ -21,7 +22,7 @@ from tests.oracles.knn import ranking, vote
 @given(
     seed=st.integers(0, 2**31),
     bank=st.integers(2, 40),
-    queries=st.integers(1, 12),
+    query_count=st.integers(1, 12),
     dim=st.integers(2, 6),
     classes=st.integers(1, 7),
     temperature=st.sampled_from([0.03, 0.07, 1.0]),
@@ -33,7 +34,7 @@ from tests.oracles.knn import ranking, vote
 def test_every_ranking_is_the_oracles(
     seed: int,
     bank: int,
-    queries: int,
+    query_count: int,
     dim: int,
     classes: int,
     temperature: float,
@@ -45,17 +46,19 @@ def test_every_ranking_is_the_oracles(
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(bank, dim, generator=generator)
     labels = torch.randint(classes, (bank,), generator=generator)
-    asked = vectors if leave_one_out else torch.randn(queries, dim, generator=generator)
+    queries = vectors if leave_one_out else torch.randn(query_count, dim, generator=generator)
     available = bank - int(leave_one_out)
     ks = sorted({1, (available + 1) // 2, available})
     with pytest.MonkeyPatch.context() as patch:  # the answer may not depend on how the work is cut
         patch.setattr(knn, "BLOCK_ELEMENTS", block)
         patch.setattr(knn, "QUERY_ROWS", rows)
         patch.setattr(knn, "TILE_ROWS", tile)
-        found = knn_predict(vectors, labels, asked, ks=ks, temperature=temperature, leave_one_out=leave_one_out, top=5)
+        found = knn_predict(
+            vectors, labels, queries, ks=ks, temperature=temperature, leave_one_out=leave_one_out, top=5
+        )
     width = int(labels.max()) + 1
     for k in ks:
-        for i, query in enumerate(asked.double().numpy()):
+        for i, query in enumerate(queries.double().numpy()):
             without = i if leave_one_out else None
             votes = vote(
                 vectors.double().numpy(), labels.tolist(), query, k=k, temperature=temperature, without=without
@@ -77,9 +80,9 @@ def test_hand_made_votes() -> None:
     assert knn_predict(bank, labels, query, ks=[1], temperature=1.0)[1].tolist() == [[0, -1, -1]]
 
 
-def test_leave_one_out_does_not_ask_the_image_itself() -> None:
+def test_leave_one_out_leaves_the_image_itself_out() -> None:
     bank = torch.eye(4)[[0, 0, 1, 1]] + 0.01 * torch.arange(4)[:, None]
-    labels = torch.tensor([0, 1, 2, 3])  # every image's own label is unique: asking itself would be right
+    labels = torch.tensor([0, 1, 2, 3])  # every image's own label is unique: its own vote would be right
     found = knn_predict(bank, labels, bank, ks=[1], leave_one_out=True)[1]
     assert found[:, 0].tolist() == [1, 0, 3, 2]
 
@@ -156,7 +159,7 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_evaluation_says_how_and_keeps_the_result(backbone: Backbone, tmp_path: Path) -> None:
-    result = evaluate_knn(backbone, "shapes:150", out=tmp_path / "run")
+    result = knn.knn(Knn("", "shapes:150", out=tmp_path / "run"), backbone)
     assert read_results(tmp_path / "run") == [result]
     assert result.images == 2000
     assert set(result.metrics) == {"top1", "top5", "top1@10", "top5@10", "top1@20", "top5@20", "top1@100", "top5@100"}
@@ -169,16 +172,16 @@ def test_an_evaluation_says_how_and_keeps_the_result(backbone: Backbone, tmp_pat
 
 
 def test_a_k_above_the_bank_fails_before_the_work(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchmix.evaluate.stored.extract", lambda *_, **__: pytest.fail("the encoder ran"))
-    with pytest.raises(ValueError, match="k is 200, but only 50 labelled images"):
-        evaluate_knn(backbone, "shapes:50", ks=[20, 200])
+    monkeypatch.setattr("patchmix.evaluate.features.extract", lambda *_, **__: pytest.fail("the encoder ran"))
+    with pytest.raises(ValueError, match="k is 200, but only 50 labeled images"):
+        knn.knn(Knn("", "shapes:50", k=(20, 200)), backbone)
 
 
 def test_without_a_test_split_one_is_left_out(backbone: Backbone, class_folder: Path) -> None:
     """Fewer than 100 images, and each has a twin: the twin is found, and nobody votes for himself."""
-    result = evaluate_knn(backbone, class_folder, ks=[1])
+    result = knn.knn(Knn("", str(class_folder), k=(1,)), backbone)
     assert result.images == 12
     assert result.settings["test"] == "leave-one-out"
     assert result.top1 == 1.0
     with pytest.raises(ValueError, match=re.escape("k is 12, but only 11")):
-        evaluate_knn(backbone, class_folder, ks=[12])
+        knn.knn(Knn("", str(class_folder), k=(12,)), backbone)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,16 @@ from torch import Tensor
 
 from patchmix.data.loader import Loader
 from patchmix.evaluate import linear
-from patchmix.evaluate.linear import LinearMethod, evaluate_linear
-from patchmix.evaluate.results import read_results
-from patchmix.evaluate.supervised import BestScores, top_accuracies, usual_batch
+from patchmix.evaluate.linear import LinearMethod
+from patchmix.evaluate.protocol import BestScores, top_accuracies, usual_batch
+from patchmix.evaluate.results import Result, read_results
 from patchmix.evaluate.sweep import Candidate, Score, best_of, fit_candidates, grid, score, usual_epochs
 from patchmix.interop.backbone import Backbone
+from patchmix.settings import Linear
+
+
+def evaluate(backbone: Backbone, data: str | Path, **options: Any) -> Result:
+    return linear.linear(Linear("", str(data), **({"workers": 0} | options)), backbone)
 
 
 def blobs(images: int, dim: int, classes: int, noise: float, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -96,7 +102,7 @@ def test_the_best_candidate() -> None:
 
 
 def test_the_fast_protocol(backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = evaluate_linear(backbone, "shapes:300", protocol="fast", epochs=20, out=tmp_path)
+    result = evaluate(backbone, "shapes:300", protocol="fast", epochs=20, out=tmp_path)
     assert result.protocol == "linear-fast"
     assert read_results(tmp_path) == [result]
     assert {"top1", "top5", "best_top1"} == set(result.metrics)
@@ -109,23 +115,23 @@ def test_the_fast_protocol(backbone: Backbone, tmp_path: Path, monkeypatch: pyte
 def test_the_fast_protocol_does_not_choose_on_the_test_images(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    scored: list[int] = []
     original = linear.sweep.score
 
     def noted(models: object, vectors: Tensor, labels: Tensor) -> list[Score]:
-        asked.append(len(vectors))
+        scored.append(len(vectors))
         return original(models, vectors, labels)  # type: ignore[arg-type]
 
     monkeypatch.setattr(linear.sweep, "score", noted)
-    evaluate_linear(backbone, "shapes:100", protocol="fast", epochs=3)
-    assert asked == [10, 2000, 2000, 2000]  # all candidates on the held-out images, the chosen one on the test images
+    evaluate(backbone, "shapes:100", protocol="fast", epochs=3)
+    assert scored == [10, 2000, 2000, 2000]  # all candidates on the held-out images, the chosen one on the test images
 
 
 # ------------------------------------------------------------------------------------------------- the paper's protocol
 
 
 def test_the_papers_protocol(backbone: Backbone, tmp_path: Path) -> None:
-    result = evaluate_linear(backbone, "shapes:600", epochs=3, lr=0.03, out=tmp_path)
+    result = evaluate(backbone, "shapes:600", epochs=3, lr=0.03, out=tmp_path)
     assert result.protocol == "linear"
     assert result.settings["lr"] == 0.03
     assert result.settings["batch"] == 256
@@ -160,11 +166,11 @@ def stopping_after(steps: int, original: Callable[..., Iterator[object]]) -> Cal
 def test_a_stopped_evaluation_goes_on_and_ends_the_same(
     backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = evaluate_linear(backbone, "shapes:512", epochs=3, out=tmp_path / "whole")
+    whole = evaluate(backbone, "shapes:512", epochs=3, out=tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(Loader, "batches", stopping_after(5, Loader.batches))
         with pytest.raises(Stop):
-            evaluate_linear(backbone, "shapes:512", epochs=3, out=tmp_path / "parts")
+            evaluate(backbone, "shapes:512", epochs=3, out=tmp_path / "parts")
     assert read_results(tmp_path / "parts") == []
     began: list[int] = []
     original = Loader.batches
@@ -174,7 +180,7 @@ def test_a_stopped_evaluation_goes_on_and_ends_the_same(
         return original(self, start_step)
 
     monkeypatch.setattr(Loader, "batches", noted)
-    parts = evaluate_linear(backbone, "shapes:512", epochs=3, out=tmp_path / "parts")
+    parts = evaluate(backbone, "shapes:512", epochs=3, out=tmp_path / "parts")
     assert began == [4]  # the last whole epoch
     assert parts.metrics == whole.metrics
     assert parts.details == whole.details
@@ -186,8 +192,8 @@ def test_a_stopped_evaluation_goes_on_and_ends_the_same(
 
 
 def test_other_settings_do_not_go_on_with_a_checkpoint(backbone: Backbone, tmp_path: Path) -> None:
-    evaluate_linear(backbone, "shapes:64", epochs=1, out=tmp_path)
-    evaluate_linear(backbone, "shapes:64", epochs=1, lr=0.02, out=tmp_path)
+    evaluate(backbone, "shapes:64", epochs=1, out=tmp_path)
+    evaluate(backbone, "shapes:64", epochs=1, lr=0.02, out=tmp_path)
     assert len(list(tmp_path.glob("linear-*"))) == 2
 
 
@@ -231,18 +237,16 @@ def test_the_usual_batch() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"protocol": "slow"}, "protocol is 'slow'; it must be paper or fast"),
-        ({"epochs": 0}, "epochs is 0; it must be above 0"),
         ({"protocol": "fast", "lr": 0.1}, "leave out lr"),
         ({"batch_size": 400}, "fewer than the batch size 400"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, object], message: str, backbone: Backbone) -> None:
     with pytest.raises(ValueError, match=message):
-        evaluate_linear(backbone, "shapes:50", **options)  # type: ignore[arg-type]
+        evaluate(backbone, "shapes:50", **options)
 
 
 def test_without_a_test_split_a_fifth_is_tested_on(backbone: Backbone, class_folder: Path) -> None:
-    result = evaluate_linear(backbone, class_folder, protocol="fast", epochs=2)
+    result = evaluate(backbone, class_folder, protocol="fast", epochs=2)
     assert result.images == 3
     assert result.settings["test"] == "a fifth held out"

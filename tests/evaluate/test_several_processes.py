@@ -1,4 +1,4 @@
-"""Every evaluation as `torchrun --nproc-per-node 2 -m patchmix …`: the numbers of one process, written and told once.
+"""Every evaluation as `torchrun --nproc-per-node 2 -m patchmix …`: one process's numbers, written and printed once.
 
 What the maths allows: an image's features do not depend on who computes them, but for fp32's rounding in batches of
 other sizes, so that kNN, the fast linear protocol and a detector's detections are the same. Training averages the
@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 from patchmix import distributed
 from patchmix.cli import main
 from patchmix.data.shapes import shapes_source
-from patchmix.evaluate.linear import evaluate_linear
+from patchmix.evaluate.linear import linear
 from patchmix.evaluate.results import read_results
-from patchmix.evaluate.supervised import work_folder
 from patchmix.interop.backbone import Backbone
+from patchmix.settings import Linear
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from tests.evaluate.conftest import make_backbone
 from tests.evaluate.detection.conftest import write_split
@@ -36,15 +36,15 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.fixture
-def labelled(tmp_path: Path) -> Path:
+def labeled(tmp_path: Path) -> Path:
     """61 training and 31 test images of ten classes, as files: nothing that two processes can share evenly."""
     for split, images in (("train", 61), ("test", 31)):
         source = shapes_source("train" if split == "train" else "test", images)
         for i in range(images):
-            path = tmp_path / "labelled" / split / f"class{i % 10}" / f"{i}.png"
+            path = tmp_path / "labeled" / split / f"class{i % 10}" / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(source.load(i)).save(path)
-    return tmp_path / "labelled"
+    return tmp_path / "labeled"
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def by_one_and_by_two(words: list[str], folder: Path, capsys: pytest.CaptureFixt
     """The command here and under torchrun; the folders of both, with the same files and one result in each."""
     one, two = folder / "one", folder / "two"
     main([*words, "--out", str(one)])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     done = subprocess.run(
         [*TORCHRUN, "-m", "patchmix", *words, "--out", str(two)],
         env=os.environ | ENVIRONMENT | {"PATCHMIX_CACHE": str(folder / "other-cache")},
@@ -67,7 +67,7 @@ def by_one_and_by_two(words: list[str], folder: Path, capsys: pytest.CaptureFixt
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("weights ") == told.count("weights ") == 1, done.stdout
+    assert done.stdout.count("weights ") == printed.count("weights ") == 1, done.stdout
     assert files(two) == files(one)
     assert len(read_results(one)) == len(read_results(two)) == 1
     return one, two
@@ -94,9 +94,9 @@ def train_losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
-def test_knn_without_torchrun(encoder: Path, labelled: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_knn_without_torchrun(encoder: Path, labeled: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As torchrun starts them, without its seconds."""
-    words = ["knn", str(encoder), "--data", str(labelled), "--k", "1", "5", "20"]
+    words = ["knn", str(encoder), "--data", str(labeled), "--k", "1", "5", "20"]
     main([*words, "--out", str(tmp_path / "one")])
     capfd.readouterr()
     place = ENVIRONMENT | {"WORLD_SIZE": "2", distributed.RENDEZVOUS: (tmp_path / "store").as_uri()}
@@ -112,15 +112,15 @@ def test_knn_without_torchrun(encoder: Path, labelled: Path, tmp_path: Path, cap
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["knn"], ["linear", "--protocol", "fast", "--epochs", "20"]], ids=["knn", "fast"])
 def test_frozen_features(
-    words: list[str], encoder: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], encoder: Path, labeled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [words[0], str(encoder), "--data", str(labelled), *words[1:]]
+    words = [words[0], str(encoder), "--data", str(labeled), *words[1:]]
     assert_same_results(*by_one_and_by_two(words, tmp_path, capsys))
 
 
 @pytest.mark.slow
-def test_linear(encoder: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["linear", str(encoder), "--data", str(labelled), "--epochs", "5", "--batch-size", "20", "--workers", "0"]
+def test_linear(encoder: Path, labeled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["linear", str(encoder), "--data", str(labeled), "--epochs", "5", "--batch-size", "20", "--workers", "0"]
     one, two = by_one_and_by_two(words, tmp_path, capsys)
     assert_same_results(one, two)
     left, right = (_method(folder) for folder in (one, two))
@@ -138,8 +138,8 @@ def _method(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_finetune(encoder: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["finetune", str(encoder), "--data", str(labelled), "--epochs", "3", "--batch-size", "20", "--workers", "1"]
+def test_finetune(encoder: Path, labeled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["finetune", str(encoder), "--data", str(labeled), "--epochs", "3", "--batch-size", "20", "--workers", "1"]
     one, two = by_one_and_by_two([*words, "--mixup", "0", "--cutmix", "0", "--drop-path", "0"], tmp_path, capsys)
     assert_same_results(one, two)
     for name in ("model", "model_ema"):
@@ -151,9 +151,9 @@ def test_finetune(encoder: Path, labelled: Path, tmp_path: Path, capsys: pytest.
 
 @pytest.mark.slow
 def test_finetune_with_all_that_is_random(
-    encoder: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    encoder: Path, labeled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["finetune", str(encoder), "--data", str(labelled), "--epochs", "1", "--batch-size", "20", "--workers", "0"]
+    words = ["finetune", str(encoder), "--data", str(labeled), "--epochs", "1", "--batch-size", "20", "--workers", "0"]
     by_one_and_by_two(words, tmp_path, capsys)
 
 
@@ -197,20 +197,11 @@ def test_what_one_process_does_is_refused_to_two(
     assert not list(tmp_path.iterdir())
 
 
-def test_two_of_the_same_training_at_a_time_are_refused(
-    backbone: Backbone, labelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders: list[Path] = []
-
-    def noted(*arguments: Any) -> Path | None:
-        folder = work_folder(*arguments)
-        assert folder is not None
-        folders.append(folder)
-        return folder
-
-    monkeypatch.setattr("patchmix.evaluate.linear.work_folder", noted)
-    options: dict[str, Any] = {"epochs": 1, "batch_size": 20, "out": tmp_path / "out", "device": "cpu"}
-    first = evaluate_linear(backbone, labelled, **options)
-    with run_lock(folders[0]), pytest.raises(ValueError, match=r"linear-\w+ is in use by process \d+ on"):
-        evaluate_linear(backbone, labelled, **options)
-    assert evaluate_linear(backbone, labelled, **options).metrics == first.metrics
+def test_two_of_the_same_training_at_a_time_are_refused(backbone: Backbone, labeled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    settings = Linear("", str(labeled), epochs=1, batch_size=20, out=out, device="cpu", workers=0)
+    first = linear(settings, backbone)
+    (folder,) = out.glob("linear-*")
+    with run_lock(folder), pytest.raises(ValueError, match=r"linear-\w+ is in use by process \d+ on"):
+        linear(settings, backbone)
+    assert linear(settings, backbone).metrics == first.metrics

@@ -14,13 +14,14 @@ from patchmix import build
 from patchmix.config import Config
 from patchmix.data.memory import InMemorySource, from_array
 from patchmix.data.shapes import shapes_source
-from patchmix.evaluate.features import Subset, extract
+from patchmix.evaluate.features import extract
 from patchmix.evaluate.knn import accuracy, knn_predict
+from patchmix.evaluate.labeled import Subset
+from patchmix.evaluate.monitor import collapse_warning, health
 from patchmix.methods.options import SimCLROptions
 from patchmix.recipes import demo
 from patchmix.train.log import RunLog, read_metrics
 from patchmix.train.loop import build_optimizer, train
-from patchmix.train.monitor import collapse_warning, health
 
 CPU = torch.device("cpu")
 STEPS = 400  # in which shapes are told by their outlines

@@ -10,17 +10,17 @@ import pytest
 import torch
 from browser import Browser, find_chromium
 
-from patchmix.evaluate.knn import evaluate_knn
+from patchmix.evaluate.knn import knn
 from patchmix.interop.backbone import Architecture, Backbone
-from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
+from patchmix.settings import Knn
 
 
 @pytest.fixture(scope="session")
 def run(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained run, with a kNN result."""
     out = Path(shutil.copytree(trained_run, tmp_path_factory.mktemp("runs") / "tiny", symlinks=True))
-    evaluate_knn(load_backbone(out), "shapes:64", device="cpu", out=out, cache=False)
+    knn(Knn(str(out), "shapes:64", device="cpu", cache=False))
     return out
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from patchmix.evaluate.monitor import collapse_warning
 from patchmix.methods.method import Method
 from patchmix.schedules import Cosine, WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, read_metrics
 from patchmix.train.loop import Plan, build_optimizer, seed_pass, train
-from patchmix.train.monitor import collapse_warning
 from patchmix.train.watch import Clock, NonFiniteLoss
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from patchmix.evaluate.monitor import collapse_warning, effective_rank, health
 from patchmix.files import write_text, writing
 from patchmix.schedules import WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, forget_after, read_metrics
 from patchmix.train.loop import build_optimizer, set_hyperparameters
-from patchmix.train.monitor import collapse_warning, effective_rank, health
 from patchmix.train.watch import name_dead_workers
 
 

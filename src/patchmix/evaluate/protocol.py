@@ -26,11 +26,9 @@ from patchmix.interop.loading import load_backbone
 from patchmix.methods.method import Method
 from patchmix.schedules import WarmupCosine
 from patchmix.settings import Finetune, Knn, Linear
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint
-from patchmix.train.lock import run_lock
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import RunLog
-from patchmix.train.loop import Plan, train
-from patchmix.train.monitor import Evaluator
+from patchmix.train.loop import Evaluator, Plan, train
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 FILE = "results.jsonl"
@@ -25,6 +25,7 @@ SHOWN: dict[str, str] = {
     "finetune": "fine-tune",
     "detect": "detection (box / mask AP)",
 }
+AP_NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75", "ap_small": "APs", "ap_medium": "APm", "ap_large": "APl"}
 
 
 def _now() -> str:
@@ -35,7 +36,7 @@ def _now() -> str:
 class Result:
     """One evaluation. `metrics` are accuracies in 0…1 over `images` test images; "top1" is the headline.
 
-    `settings` say what was asked for, `details` what came out besides accuracies (the best epoch, what a sweep chose).
+    `settings` are those of the protocol, `details` all else that it found (the best epoch, what a sweep chose).
     """
 
     protocol: str  # knn, linear, linear-fast, finetune
@@ -78,12 +79,9 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     if count < 1:
         return 0.0, 1.0
     z2 = _Z95 * _Z95 / count
-    centre = (share + z2 / 2) / (1 + z2)
+    center = (share + z2 / 2) / (1 + z2)
     half = _Z95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count)) / (1 + z2)
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-# ----------------------------------------------------------------------------------------------------------- the file
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def append_result(folder: Path, result: Result) -> Path:
@@ -122,30 +120,49 @@ def read_results(folder: Path) -> list[Result]:
     return results
 
 
-# ---------------------------------------------------------------------------------------------------------- the table
-
-
-def print_result(result: Result, console: Console | None = None) -> None:
-    """All accuracies in % with their 95 % intervals, and below them how they were obtained."""
+def print_result(result: Result | Sequence[Path], console: Console | None = None) -> None:
+    """All metrics in % (accuracies with their 95 % intervals), and how they were obtained; or the files written."""
     console = console or Console()
+    if not isinstance(result, Result):
+        for path in result:
+            print(f"wrote {path}")
+        return
     title = f"{SHOWN.get(result.protocol, result.protocol)}: {result.encoder} on {result.data}"
     console.print(Text(title, style="bold"), soft_wrap=True)
-    table = Table()
-    table.add_column("accuracy")
-    table.add_column("%", justify="right")
-    table.add_column("95 % interval", justify="right")
+    for table in _precisions(result) if result.protocol == "detect" else [_accuracies(result)]:
+        console.print(table)
+    console.print(Text(_how(result)), soft_wrap=True)
+
+
+def _accuracies(result: Result) -> Table:
+    table = Table("accuracy", Column("%", justify="right"), Column("95 % interval", justify="right"))
     for name, value in result.metrics.items():
         low, high = result.interval(name)
         style = "bold" if name == "top1" else None
         table.add_row(name, f"{100 * value:.2f}", f"{100 * low:.2f} … {100 * high:.2f}", style=style)
-    console.print(table)
-    console.print(Text(_how(result)), soft_wrap=True)
+    return table
+
+
+def _precisions(result: Result) -> list[Table]:
+    """AP of boxes and masks, and of each class that has objects, best first."""
+    table = Table("", *AP_NAMES.values())
+    for kind in ("box", "mask"):
+        table.add_row(kind, *(_percent(result.metrics.get(f"{kind}_{name}")) for name in AP_NAMES))
+    classes = Table("class", "objects", "box AP", "mask AP")
+    rows = [row for row in result.details.get("classes", []) if row["objects"]]
+    for row in sorted(rows, key=lambda row: -(row["box_ap"] or 0.0)):
+        classes.add_row(row["name"], str(row["objects"]), _percent(row["box_ap"]), _percent(row["mask_ap"]))
+    return [table, classes]
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}"
 
 
 def _how(result: Result) -> str:
     parts = [f"{result.images:,} test images", f"weights {result.weights[:12]}"]
-    parts += [f"{key} {_plain(value)}" for key, value in (result.settings | result.details).items()]
-    return "; ".join(parts)
+    more = result.settings | {key: value for key, value in result.details.items() if key != "classes"}
+    return "; ".join(parts + [f"{key} {_plain(value)}" for key, value in more.items()])
 
 
 def _plain(value: Any) -> str:

@@ -17,8 +17,8 @@ from patchmix.data.decode import DecodeError, Pixels, decode
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CenterCrop
 from patchmix.device import resolve_device
-from patchmix.evaluate.features import Features, Subset, usual_resize
-from patchmix.evaluate.stored import Reader
+from patchmix.evaluate.features import FeatureExtractor, Features, usual_resize
+from patchmix.evaluate.labeled import Subset
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 
@@ -104,13 +104,13 @@ class Viewed:
 def view(
     source: Source, backbones: Sequence[Backbone], *, device: str = "auto", workers: int = 0, cache: bool = True
 ) -> Viewed:
-    """The features of all images of `source`, by the reader that kNN uses (and its store, with `cache`)."""
+    """The features of all images of `source`, as kNN extracts them (and its store, with `cache`)."""
     target = resolve_device(device)
     found: list[Features] = []
     for backbone in backbones:
         pool = "mean" if backbone.encoder().cls_token is None else "token"
-        reader = Reader(backbone, device=target, pool=pool, workers=workers, cache=cache)  # type: ignore[arg-type]
-        found.append(reader.read(source))
+        extractor = FeatureExtractor(backbone, device=target, pool=pool, workers=workers, cache=cache)  # type: ignore[arg-type]
+        found.append(extractor.features(source))
     indices = found[0].indices
     return Viewed(source, indices.tolist(), found[0].labels, [features.vectors for features in found])
 

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from patchmix.evaluate.knn import TEMPERATURE, check_finite
+from patchmix.evaluate.features import check_finite
+from patchmix.evaluate.knn import TEMPERATURE
 from patchmix.report.figures import outline, picture, short
 from patchmix.report.style import COLORS, style
 

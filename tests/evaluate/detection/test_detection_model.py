@@ -23,8 +23,9 @@ from patchmix.evaluate.detection.model import (
     load_detector,
     without_class_layers,
 )
-from patchmix.evaluate.detection.training import DetectMethod, DetectSettings, layer_groups
+from patchmix.evaluate.detection.training import DetectMethod, layer_groups
 from patchmix.interop.backbone import Architecture, Backbone
+from patchmix.settings import Detect
 from patchmix.train.loop import set_hyperparameters
 
 SMALL = Shape(image_size=64, window=2, global_blocks=2, channels=16, head_dim=16, smallest_anchor=8)
@@ -186,31 +187,16 @@ def test_layers_decay_towards_the_input(encoder_file: Backbone) -> None:
     assert named["backbone.merge.layer_blocks.0.1.weight"] == (1.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"image_size": 1000}, "image_size is 1000; it must be a multiple of 32"),
-        ({"scale": (2.0, 0.1)}, "two factors"),
-        ({"patch_size": 14}, "patch_size is 14; it must be 4, 8, 16 or 32"),
-        ({"layer_decay": 0.0}, "1 trains all layers alike"),
-        ({"window": -1}, "0 is attention over the whole image"),
-    ],
-)
-def test_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DetectSettings(**wrong).check()
-
-
-def test_the_defaults_are_sound_and_plain_data() -> None:
-    DetectSettings().check()
-    assert json.loads(json.dumps(DetectSettings().record())) == DetectSettings().record()
-    assert DetectSettings().shape() == Shape()
+def test_the_defaults_of_a_shape_are_those_of_the_settings() -> None:
+    assert {name: getattr(Detect(""), name) for name in vars(Shape())} == vars(Shape())
 
 
 def test_the_page_lists_every_setting_and_its_default() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "detection.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, flags=re.MULTILINE))
-    assert listed == {name: str(value) for name, value in vars(DetectSettings()).items()}
+    files = {field for field in vars(Detect("")) if field not in listed}
+    assert listed == {name: str(value) for name, value in vars(Detect("")).items() if name not in files}
+    assert not files & set(vars(Shape())) and "lr" in listed and "rois_per_image" in listed
 
 
 # ----------------------------------------------------------------------------------------------------------- the file

@@ -14,8 +14,8 @@ from pycocotools.cocoeval import COCOeval
 from rich.console import Console
 
 from patchmix.evaluate.detection.coco import CocoImages, coco_of, mask_of, open_split
-from patchmix.evaluate.detection.scoring import print_detection, save_detections, score
-from patchmix.evaluate.results import Result
+from patchmix.evaluate.detection.scoring import save_detections, score
+from patchmix.evaluate.results import Result, print_result
 
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
@@ -131,7 +131,7 @@ def test_the_table(coco: Path) -> None:
     scores = score(source, truth_as_detections(source)[:3])
     result = Result("detect", scores.metrics, 4, "coco", "f", "vit", "0" * 64, details={"classes": scores.classes})
     console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    print_detection(result, console)
+    print_result(result, console)
     text = console.export_text()
     assert "disc" in text and "rectangle" in text and "never seen" not in text
     assert f"{100 * scores.metrics['box_ap50']:.1f}" in text

@@ -15,37 +15,51 @@ import numpy as np
 import pytest
 import torch
 
-from patchmix.evaluate.detection import DetectSettings, detect, evaluate_only, load_detector, predict
-from patchmix.evaluate.detection import training as training_module
+from patchmix.evaluate.detection import training
 from patchmix.evaluate.detection.coco import open_split
-from patchmix.evaluate.detection.inference import beside_truth, color, draw
-from patchmix.evaluate.results import read_results
+from patchmix.evaluate.detection.inference import beside_truth, color, draw, predict
+from patchmix.evaluate.detection.model import load_detector
+from patchmix.evaluate.results import Result, read_results
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.nn.vit import create_encoder
+from patchmix.settings import Detect
 from patchmix.train.log import read_metrics
 
-TINY = DetectSettings(
-    image_size=64,
-    window=2,
-    global_blocks=2,
-    channels=16,
-    head_dim=16,
-    smallest_anchor=8,
-    epochs=2,
-    batch_size=2,
-    lr=1e-3,
-    rois_per_image=16,
-    evaluate_every=0,
-)
+TINY: dict[str, Any] = {
+    "image_size": 64,
+    "window": 2,
+    "global_blocks": 2,
+    "channels": 16,
+    "head_dim": 16,
+    "smallest_anchor": 8,
+    "epochs": 2,
+    "batch_size": 2,
+    "lr": 1e-3,
+    "rois_per_image": 16,
+    "evaluate_every": 0,
+    "device": "cpu",
+    "workers": 0,
+    "pictures": 0,
+}
 
 
-def with_(**changes: Any) -> DetectSettings:
-    return DetectSettings(**{**vars(TINY), **changes})
+def detect(backbone: Backbone | None, data: Path, out: Path, **options: Any) -> Result:
+    """Trains the tiny detector; without a backbone from scratch."""
+    result = training.detect(Detect("scratch" if backbone is None else "", data, out, **(TINY | options)), backbone)
+    assert isinstance(result, Result)
+    return result
+
+
+def evaluate_only(detector: Path, data: Path, out: Path | None = None, **options: Any) -> Result:
+    settings = Detect(str(detector), data, out, eval_only=True, device="cpu", workers=0, pictures=0, **options)
+    result = training.detect(settings)
+    assert isinstance(result, Result)
+    return result
 
 
 def test_from_an_encoder_to_everything_it_leaves(encoder_file: Backbone, coco: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = detect(encoder_file, coco, out, TINY, device="cpu", pictures=2)
+    result = detect(encoder_file, coco, out, pictures=2)
     assert result.protocol == "detect" and result.images == 4
     assert {"box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75"} <= set(result.metrics)
     assert result.weights == encoder_file.digest()
@@ -62,7 +76,7 @@ def test_from_an_encoder_to_everything_it_leaves(encoder_file: Backbone, coco: P
     assert picture.shape == (60, 2 * 80 + 8, 3)
     # The same again, without training: from the file, from its folder, from the training's checkpoint.
     for place in (folder / "detector.safetensors", out, max(folder.glob("checkpoints/step-*.pt"))):
-        again = evaluate_only(place, coco, tmp_path / "again", device="cpu", pictures=0)
+        again = evaluate_only(place, coco, tmp_path / "again")
         assert again.metrics == result.metrics
         for kind in ("bbox", "segm"):
             name = f"detections.{kind}.json"
@@ -73,13 +87,13 @@ def test_from_an_encoder_to_everything_it_leaves(encoder_file: Backbone, coco: P
 def test_a_stopped_training_goes_on_and_ends_the_same(
     encoder_file: Backbone, coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = with_(epochs=3, accumulate=2)
-    detect(encoder_file, coco, tmp_path / "straight", settings, device="cpu", pictures=0)
+    options = {"epochs": 3, "accumulate": 2}
+    detect(encoder_file, coco, tmp_path / "straight", **options)
 
     class PowerCut(Exception):
         pass
 
-    real = training_module.DetectMethod.after_step
+    real = training.DetectMethod.after_step
 
     def cut(self: Any, progress: float) -> None:
         real(self, progress)
@@ -87,26 +101,24 @@ def test_a_stopped_training_goes_on_and_ends_the_same(
             raise PowerCut
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_module.DetectMethod, "after_step", cut)
+        patch.setattr(training.DetectMethod, "after_step", cut)
         with pytest.raises(PowerCut):
-            detect(encoder_file, coco, tmp_path / "stopped", settings, device="cpu", pictures=0)
+            detect(encoder_file, coco, tmp_path / "stopped", **options)
     (folder,) = (tmp_path / "stopped").glob("detect-*")
     assert (folder / "checkpoints" / "last").resolve().name == "step-000000004.pt"
-    detect(encoder_file, coco, tmp_path / "stopped", settings, device="cpu", pictures=0)
+    detect(encoder_file, coco, tmp_path / "stopped", **options)
     straight, stopped = load_detector(tmp_path / "straight"), load_detector(tmp_path / "stopped")
     assert straight.digest() == stopped.digest()
     assert straight.digest() != load_detector_weights_at_start(encoder_file, coco, tmp_path)
 
 
 def load_detector_weights_at_start(encoder_file: Backbone, coco: Path, tmp_path: Path) -> str:
-    detect(encoder_file, coco, tmp_path / "short", with_(epochs=0.5, lr=1e-12), device="cpu", pictures=0)
+    detect(encoder_file, coco, tmp_path / "short", epochs=0.5, lr=1e-12)
     return load_detector(tmp_path / "short").digest()
 
 
 def test_from_scratch_and_from_a_detector_of_other_classes(coco: Path, tmp_path: Path, make_split: Any) -> None:
-    first = detect(
-        None, coco, tmp_path / "a", with_(epochs=0.5, image_size=32), model="vit_tiny_patch16_32", device="cpu"
-    )
+    first = detect(None, coco, tmp_path / "a", epochs=0.5, image_size=32, model="vit_tiny_patch16_32", pictures=8)
     assert first.encoder == "vit_tiny_patch16_32"
     before = load_detector(tmp_path / "a")
 
@@ -117,8 +129,8 @@ def test_from_scratch_and_from_a_detector_of_other_classes(coco: Path, tmp_path:
 
     for split in ("train2017", "val2017"):
         make_split(tmp_path / "other", split, 4, rename)
-    tiny_step = with_(epochs=0.5, lr=1e-12, weight_decay=0.0)
-    detect(None, tmp_path / "other", tmp_path / "b", tiny_step, start=tmp_path / "a", device="cpu")
+    tiny_step = {"epochs": 0.5, "lr": 1e-12, "weight_decay": 0.0}
+    detect(None, tmp_path / "other", tmp_path / "b", **tiny_step, start=tmp_path / "a", pictures=8)
     after = load_detector(tmp_path / "b")
     assert after.shape == before.shape and after.shape.image_size == 32, "a detector keeps its shape"
     assert [category.name for category in after.categories] == ["round", "rectangle"]
@@ -126,33 +138,34 @@ def test_from_scratch_and_from_a_detector_of_other_classes(coco: Path, tmp_path:
     torch.testing.assert_close(after.weights[same], before.weights[same])
     assert after.weights["roi_heads.box_predictor.cls_score.weight"].shape == (3, 16)
     # With the same classes nothing begins anew.
-    detect(None, coco, tmp_path / "c", tiny_step, start=tmp_path / "a", device="cpu", pictures=0)
+    detect(None, coco, tmp_path / "c", **tiny_step, start=tmp_path / "a")
     for name, tensor in load_detector(tmp_path / "c").weights.items():
         torch.testing.assert_close(tensor, before.weights[name])
 
 
 def test_mistakes_are_named_in_one_line(encoder_file: Backbone, coco: Path, tmp_path: Path, make_split: Any) -> None:
     def fails(message: str, **changes: Any) -> None:
-        arguments: dict[str, Any] = {"backbone": encoder_file, "data": coco, "out": tmp_path / "out", "settings": TINY}
+        arguments: dict[str, Any] = {"backbone": encoder_file, "data": coco, "out": tmp_path / "out"}
         with pytest.raises(ValueError, match=message) as caught:
-            detect(**(arguments | {"device": "cpu"} | changes))
+            detect(**(arguments | changes))
         assert "\n" not in str(caught.value)
 
     fails("give either an encoder or a detector", start=tmp_path)
-    fails("epochs is 0; it must be above 0", settings=with_(epochs=0))
+    fails("image_size is 1000; it must be a multiple of 32", image_size=1000)
+    fails("two factors", scale=(2.0, 0.1))
     fails(r"instances_test2017\.json can't be read", train="test2017")
-    fails("fewer than the batch size 64", settings=with_(batch_size=64))
+    fails("fewer than the batch size 64", batch_size=64)
     fails(r"the encoder has 4|patches of 2 px", backbone=_with_patch_2())
     make_split(coco, "other2017", 3, lambda d: d["categories"].append({"id": 5, "name": "cat"}))
     fails(r"different classes \(id 5 is missing and cat\)", val="other2017")
     make_split(coco, "empty2017", 3, lambda d: d.update(annotations=[]))
     fails("no object in any image", val="empty2017")
-    detect(encoder_file, coco, tmp_path / "good", with_(epochs=0.5), device="cpu", pictures=0)
+    detect(encoder_file, coco, tmp_path / "good", epochs=0.5)
     with pytest.raises(ValueError, match=r"other classes than .* \(id 5 is cat and missing\)"):
-        evaluate_only(tmp_path / "good", coco, val="other2017", device="cpu")
+        evaluate_only(tmp_path / "good", coco, val="other2017")
     (coco / "val2017" / "2.png").write_bytes(b"broken")
     with pytest.raises(ValueError, match=r"val2017/2\.png: .*; evaluation needs every image of instances_val2017"):
-        evaluate_only(tmp_path / "good", coco, device="cpu")
+        evaluate_only(tmp_path / "good", coco)
 
 
 def _with_patch_2() -> Backbone:
@@ -162,7 +175,7 @@ def _with_patch_2() -> Backbone:
 
 def test_an_encoder_of_small_patches_is_resampled(coco: Path, tmp_path: Path) -> None:
     """As for an encoder that was pre-trained on CIFAR: patches of 2 px become patches of 16."""
-    detect(_with_patch_2(), coco, tmp_path, with_(epochs=0.5, patch_size=16), device="cpu", pictures=0)
+    detect(_with_patch_2(), coco, tmp_path, epochs=0.5, patch_size=16)
     assert load_detector(tmp_path).detector().backbone.tokens.patch_size == 16
 
 
@@ -170,7 +183,7 @@ def test_an_encoder_of_small_patches_is_resampled(coco: Path, tmp_path: Path) ->
 
 
 def test_predictions_are_drawn(encoder_file: Backbone, coco: Path, tmp_path: Path) -> None:
-    detect(encoder_file, coco, tmp_path / "run", with_(epochs=0.5), device="cpu", pictures=0)
+    detect(encoder_file, coco, tmp_path / "run", epochs=0.5)
     (tmp_path / "photos" / "deep").mkdir(parents=True)
     for path in ("0.png", "deep/0.png"):
         (tmp_path / "photos" / path).write_bytes((coco / "val2017" / "0.png").read_bytes())
@@ -213,22 +226,24 @@ def test_a_mask_is_tinted_and_a_box_outlined(coco: Path) -> None:
 WORKER = """
 import sys
 from pathlib import Path
-from patchmix.evaluate.detection import DetectSettings, detect, evaluate_only
-from patchmix.interop.loading import load_backbone
+from patchmix.evaluate.detection.training import detect
+from patchmix.settings import Detect
 from patchmix import distributed
 import torch
 torch.set_num_threads(1)
 root = Path(sys.argv[1])
+common = {"device": "cpu", "workers": 0}
+detector, coco = str(root / "detector"), root / "coco"
 with distributed.process_group(torch.device("cpu")):
-    evaluate_only(root / "detector", root / "coco", root / "two", val="train2017", device="cpu", pictures=0)
-    settings = DetectSettings(
-        image_size=64, channels=16, head_dim=16, smallest_anchor=8, epochs=1, batch_size=2, rois_per_image=16
+    detect(Detect(detector, coco, root / "two", eval_only=True, val="train2017", pictures=0, **common))
+    settings = Detect(
+        str(root / "encoder.safetensors"), coco, root / "trained", image_size=64, channels=16, head_dim=16,
+        smallest_anchor=8, epochs=1, batch_size=2, rois_per_image=16, pictures=1, **common
     )
-    result = detect(load_backbone(root / "encoder.safetensors"), root / "coco", root / "trained", settings,
-                    device="cpu", pictures=1)
+    result = detect(settings)
     (root / f"ap-{distributed.rank()}").write_text(repr(result.metrics))
     try:
-        evaluate_only(root / "detector", root / "coco", val="broken2017", device="cpu", pictures=0)
+        detect(Detect(detector, coco, eval_only=True, val="broken2017", pictures=0, **common))
     except ValueError as error:
         (root / f"error-{distributed.rank()}").write_text(str(error))
 """
@@ -241,8 +256,8 @@ def test_two_processes_see_every_image_once(
     make_split(coco, "broken2017", 3)
     (coco / "broken2017" / "2.png").write_bytes(b"broken")
     encoder_file.save(tmp_path / "encoder.safetensors")
-    detect(encoder_file, coco, tmp_path / "detector", with_(epochs=1), device="cpu", pictures=0)
-    evaluate_only(tmp_path / "detector", coco, tmp_path / "one", val="train2017", device="cpu", pictures=0)
+    detect(encoder_file, coco, tmp_path / "detector", epochs=1)
+    evaluate_only(tmp_path / "detector", coco, tmp_path / "one", val="train2017")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -282,31 +297,30 @@ def test_a_small_vit_learns_a_handful_of_coco_images_by_heart(coco_mini: Path, t
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch8_128", dim=96, depth=4, heads=3)
     backbone = Backbone(Architecture.of("vit_tiny_patch8_128", encoder), encoder.state_dict())
-    settings = DetectSettings(
-        image_size=128,
-        window=0,
-        channels=64,
-        head_dim=256,
-        smallest_anchor=16,
-        epochs=90,
-        batch_size=4,
-        lr=1e-3,
-        warmup_steps=20,
-        weight_decay=0.05,
-        layer_decay=1.0,
-        drop_path=0.0,
-        clip_grad=1.0,
-        scale=(1.0, 1.0),
-        flip=False,
-        rois_per_image=64,
-        evaluate_every=0,
-    )
+    options: dict[str, Any] = {
+        "image_size": 128,
+        "window": 0,
+        "channels": 64,
+        "head_dim": 256,
+        "smallest_anchor": 16,
+        "epochs": 90,
+        "batch_size": 4,
+        "warmup_steps": 20,
+        "weight_decay": 0.05,
+        "layer_decay": 1.0,
+        "drop_path": 0.0,
+        "clip_grad": 1.0,
+        "scale": (1.0, 1.0),
+        "flip": False,
+        "rois_per_image": 64,
+        "global_blocks": 4,
+    }
     few = {
         f"{split}_{what}": name
         for split in ("train", "val")
         for what, name in (("images", "train2017"), ("annotations", "annotations/few.json"))
     }
-    result = detect(backbone, coco_mini, tmp_path, settings, device="cpu", **few)
+    result = detect(backbone, coco_mini, tmp_path, **options, **few)
     assert len(chosen) == 8
     assert result.metrics["box_ap50"] > 0.6
     assert result.metrics["mask_ap50"] > 0.5

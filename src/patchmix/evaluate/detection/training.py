@@ -29,8 +29,8 @@ from patchmix.evaluate.detection.model import (
 )
 from patchmix.evaluate.detection.scoring import Scores, save_detections, score
 from patchmix.evaluate.detection.views import TrainingViews, unpack
-from patchmix.evaluate.results import Result, append_result
 from patchmix.evaluate.protocol import SupervisedMethod, encoder_name, fit, results_folder, work_folder
+from patchmix.evaluate.results import Result, append_result
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
@@ -63,10 +63,8 @@ def detect(settings: Detect, backbone: Backbone | None = None) -> Result | list[
     """
     if settings.predict:
         distributed.check_alone("patchmix detect --predict")
-        out = settings.out or Path("predictions")
-        return predict(
-            settings.weights, settings.predict, out, threshold=settings.threshold, device=settings.device
-        )
+        drawn = settings.out or Path("predictions")
+        return predict(settings.weights, settings.predict, drawn, threshold=settings.threshold, device=settings.device)
     if settings.data is None:
         raise ValueError("--data is missing; give a COCO folder, or --predict IMAGE to draw on images")
     device = resolve_device(settings.device)

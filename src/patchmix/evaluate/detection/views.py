@@ -61,7 +61,7 @@ def jittered(
 
 
 def place_image(image: Pixels, where: Placement, size: int, fill: Sequence[int]) -> Pixels:
-    """uint8 (H, W, 3) → (S, S, 3); `fill` is the colour of the empty part."""
+    """uint8 (H, W, 3) → (S, S, 3); `fill` is the color of the empty part."""
     if where.flip:
         image = np.ascontiguousarray(image[:, ::-1])
     smaller = where.height < image.shape[0]
@@ -119,7 +119,9 @@ class TrainingViews:
         seed: int,
     ) -> None:
         self._source, self._size, self._scale, self._flip, self._seed = source, size, scale, flip, seed
-        self._fill = canvas_colour(mean)
+        self._fill = canvas_color(mean)
+        if not 0 < scale[0] <= scale[1] <= 4:
+            raise ValueError(f"scale is {scale}; it must be two factors, 0 < low ≤ high ≤ 4")
 
     def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Any]:
         """Pixels uint8 (N, S, S, 3); visible sizes and numbers of objects (N, 3); boxes (T, 4), labels (T,), and
@@ -153,7 +155,7 @@ class FittedViews:
     """The loader's transform for testing: the longer side fitted to the canvas."""
 
     def __init__(self, *, size: int, mean: Sequence[float]) -> None:
-        self._size, self._fill = size, canvas_colour(mean)
+        self._size, self._fill = size, canvas_color(mean)
 
     def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Any]:
         """Pixels uint8 (N, S, S, 3); visible and original heights and widths (N, 4)."""
@@ -165,8 +167,8 @@ class FittedViews:
         return [pixels, np.array(sizes, np.int64).reshape(-1, 4)]
 
 
-def canvas_colour(mean: Sequence[float]) -> list[int]:
-    """The pixel that normalises to nearly zero."""
+def canvas_color(mean: Sequence[float]) -> list[int]:
+    """The pixel that normalizes to nearly zero."""
     return [round(255 * m) for m in mean]
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patchmix.evaluate.monitor import collapse_warning
 from patchmix.evaluate.results import Result, read_results
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.report.curves import History, read_config
 from patchmix.train.log import read_metrics
-from patchmix.train.monitor import collapse_warning
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""What is evaluated during pre-training: the health of the features, and kNN where images have labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from patchmix.data.contract import Source
+from patchmix.data.views import CenterCrop
+from patchmix.evaluate.features import Features, extract
+from patchmix.evaluate.knn import HEADLINE_K, accuracy, knn_predict
+from patchmix.evaluate.labeled import Subset
+from patchmix.train.loop import Evaluator
+
+# Below these a representation counts as collapsed; a random ViT and every healthy run are far above.
+COLLAPSED_RANK = 2.0
+COLLAPSED_COSINE = 0.99
+
+
+def monitor(
+    train: Source,
+    test: Source | None,
+    *,
+    bank: int,
+    queries: int,
+    image_size: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    device: torch.device,
+) -> Evaluator:
+    """The health of the features of at most `bank` training images, and kNN of at most `queries` test images.
+
+    Without labeled test images, the first training images are classified by the others.
+    """
+    bank_images = Subset(train, bank)
+    test_images = None if test is None or test.labels is None else Subset(test, queries)
+
+    def features(encoder: nn.Module, subset: Subset) -> Features:
+        return extract(encoder, subset, image_size=image_size, mean=mean, std=std, device=device)
+
+    def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+        known = features(encoder, bank_images)
+        yield from health(known.vectors)
+        if known.labels is None:
+            return
+        vectors, labels = known.vectors[:queries], known.labels[:queries]
+        if test_images is not None:
+            tested = features(encoder, test_images)
+            assert tested.labels is not None
+            vectors, labels = tested.vectors, tested.labels
+        k = min(HEADLINE_K, len(known.vectors) - 1)
+        alone = test_images is None
+        yield "knn", accuracy(knn_predict(known.vectors, known.labels, vectors, ks=[k], leave_one_out=alone)[k], labels)
+
+    return evaluate
+
+
+def health(features: Tensor) -> Iterator[tuple[str, float]]:
+    """Feature standard deviation, effective rank and mean cosine of pairs. features: (N, D)."""
+    features = features.double()
+    unit = F.normalize(features, dim=1)
+    n = len(unit)
+    yield "feature_std", float(features.std(dim=0).mean()) if n > 1 else 0.0
+    yield "rank", effective_rank(features)
+    # The mean over all pairs i ≠ j of cos(i, j) follows from the length of the mean unit vector.
+    mean_norm = float(unit.mean(dim=0).square().sum())
+    yield "mean_cosine", (n * mean_norm - 1.0) / (n - 1) if n > 1 else 1.0
+
+
+def effective_rank(features: Tensor) -> float:
+    """RankMe (Garrido et al. 2023): exp of the entropy of the normalized singular values."""
+    singular = torch.linalg.svdvals(features.double())
+    p = singular / singular.sum().clamp_min(1e-12) + 1e-12
+    return float(torch.exp(-(p * p.log()).sum()))
+
+
+def collapse_warning(values: dict[str, float]) -> str | None:
+    """One line that says why the representation looks collapsed, or None."""
+    rank, cosine = values.get("rank"), values.get("mean_cosine")
+    if rank is not None and rank < COLLAPSED_RANK:
+        return f"the representation is collapsing: effective rank {rank:.1f} (all features lie on a line)"
+    if cosine is not None and cosine > COLLAPSED_COSINE:
+        return f"the representation is collapsing: random images have mean cosine {cosine:.3f}"
+    return None
+
+
+def raw_pixel_knn(train: Source, test: Source, *, k: int = HEADLINE_K) -> float:
+    """kNN on the pixels themselves: a baseline that an encoder should beat."""
+
+    def pixels(source: Source) -> Tensor:
+        crop = CenterCrop(min(source.load(0).shape[:2]))
+        images = [crop([source.load(i)], epoch=0, indices=torch.tensor([i]).numpy())[0] for i in range(len(source))]
+        flat = torch.stack([torch.from_numpy(image).flatten().float() for image in images])
+        return flat - flat.mean(dim=1, keepdim=True)
+
+    assert train.labels is not None and test.labels is not None
+    predicted = knn_predict(pixels(train), torch.from_numpy(train.labels), pixels(test), ks=[k])[k]
+    return accuracy(predicted, torch.from_numpy(test.labels))
