@@ -73,11 +73,11 @@ def main(args: list[str] | None = None) -> None:
 
             restart_with_huge_pages()
             keep_freed_memory()
-        settings = parse(verb.settings, rest, prog=f"patchmix {name}")
         if "WORLD_SIZE" in os.environ and verb.alone:
             from patchmix.distributed import check_alone
 
             check_alone(f"patchmix {name}")
+        settings = parse(verb.settings, rest, prog=f"patchmix {name}")
         if getattr(settings, "devices", None) and "RANK" not in os.environ:
             from patchmix.launch import launch
 
