@@ -109,8 +109,7 @@ def _step(iterate: Callable[[], float], phases: Phases | None, before: int) -> A
     began = time.perf_counter()
     loss = iterate()
     elapsed = time.perf_counter() - began
-    told = {} if phases is None else phases.seconds
-    return {"seconds": elapsed, "loss": loss, "phases": told, "peak": peak_bytes() - before}
+    return {"seconds": elapsed, "loss": loss, "phases": phases.seconds if phases else {}, "peak": peak_bytes() - before}
 
 
 def gemm(what: dict[str, Any]) -> Callable[[Answer], Answer]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Child:
-    """A process that was told what to measure; `ask` lets it work and returns what it says."""
+    """A process that measures; `ask` sends it a request and returns its answer."""
 
     def __init__(self, **what: Any) -> None:
         environment = dict(os.environ)

@@ -1,6 +1,6 @@
 """The most memory that a training step holds: ours against the plain baseline, each in a process of its own.
 
-Model, optimiser and activations count; the interpreter and its libraries do not. Both sides have glibc's defaults, and
+Model, optimizer and activations count; the interpreter and its libraries do not. Both sides have glibc's defaults, and
 then keep freed memory, as runs do; a run that recomputes activations returns it.
 """
 

@@ -28,7 +28,7 @@ def run(quick: bool = False) -> Iterator[Result]:
 def compare(case: str, model: str, batch: int, share: float, rounds: int) -> list[Result]:
     flops = method_flops("patchmix", sizes_of(model), batch=batch, attention=True)
     common: dict[str, Any] = {"model": model, "batch": batch, "allocator": "kept"}
-    told: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
+    phases_of: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
     with children(
         ours={"kind": "ours", "phases": True, **common},
         plain={"kind": "plain", **common},
@@ -37,7 +37,7 @@ def compare(case: str, model: str, batch: int, share: float, rounds: int) -> lis
 
         def step(name: str) -> float:
             answer = kids[name].ask(do="step")
-            told[name].append(answer["phases"])
+            phases_of[name].append(answer["phases"])
             return float(answer["seconds"])
 
         times = in_turns(
@@ -63,8 +63,8 @@ def compare(case: str, model: str, batch: int, share: float, rounds: int) -> lis
         Result(f"step {case}: plain, share of the GEMM ceiling", Spread.of(theirs)),
         Result(f"step {case}: FLOPs executed ÷ full iteration", Spread.of([executed / flops])),
         Result(f"step {case}: GEMM ceiling, GFLOP/s", Spread.of([rate / 1e9 for rate in times["gemm"]])),
-        Result(f"step {case}: ours, s", Spread.of(times["ours"]), parts=_shares(told["ours"][1:])),
-        Result(f"step {case}: plain, s", Spread.of(times["plain"]), parts=_shares(told["plain"][1:])),
+        Result(f"step {case}: ours, s", Spread.of(times["ours"]), parts=_shares(phases_of["ours"][1:])),
+        Result(f"step {case}: plain, s", Spread.of(times["plain"]), parts=_shares(phases_of["plain"][1:])),
     ]
 
 

@@ -29,7 +29,7 @@ def play(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, devices: in
 
 
 @pytest.mark.parametrize(
-    ("script", "code", "told"),
+    ("script", "code", "line"),
     [
         ("print(sys.argv[1:], flush=True) if rank == '0' else say('noise')", 0, ""),
         ("say('patchmix: mistake'); sys.exit(2)", 2, "patchmix: mistake\n"),
@@ -49,14 +49,14 @@ def play(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, devices: in
 def test_the_one_to_blame_gives_the_code_and_the_line(
     script: str,
     code: int,
-    told: str,
+    line: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert play(script, tmp_path, monkeypatch) == code
     out, err = capfd.readouterr()
-    assert err == told
+    assert err == line
     assert out == ("['-m', 'patchmix', 'pretrain', 'data']\n" if code == 0 else "")
 
 
@@ -97,12 +97,12 @@ def test_each_process_is_told_its_place(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(launch, "usable_cores", lambda: 5)
     script = f"""
 keys = "LOCAL_RANK WORLD_SIZE OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME".split()
-open({str(tmp_path)!r} + "/told" + rank, "w").write(" ".join(os.environ[k] for k in keys))
+open({str(tmp_path)!r} + "/environment" + rank, "w").write(" ".join(os.environ[k] for k in keys))
 assert os.environ[{distributed.RENDEZVOUS!r}].startswith("file:///")
 """
     assert play(script, tmp_path, monkeypatch) == 0
     lo = "lo" if sys.platform == "linux" else "lo0"
-    assert [(tmp_path / f"told{r}").read_text() for r in (0, 1)] == [f"{r} 2 2 {lo} {lo}" for r in (0, 1)]
+    assert [(tmp_path / f"environment{r}").read_text() for r in (0, 1)] == [f"{r} 2 2 {lo} {lo}" for r in (0, 1)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl: run on Linux")

@@ -15,9 +15,7 @@ from patchmix import distributed
 
 CODE = """
 import sys, time, torch
-from patchmix import distributed
-from patchmix.cli import main
-cli = sys.modules["patchmix.cli.main"]
+from patchmix import cli, distributed
 
 def work():
     with distributed.process_group(torch.device("cpu"), timeout_minutes=0.1):
@@ -27,8 +25,8 @@ def work():
             time.sleep(600)
         distributed.barrier()
 
-cli._dispatch = lambda *_: work()
-main([])
+cli.resolve = lambda name: lambda settings: work()
+cli.main(["recipes"])
 """
 
 
@@ -54,11 +52,11 @@ def test_the_others_do_not_hang(signum: signal.Signals, reason: str, tmp_path: P
     try:
         assert second.stdout is not None and second.stdout.readline() == "ready\n"
         second.send_signal(signum)
-        _, told = first.communicate()
-        assert first.returncode == 4, told
-        line = told.strip().splitlines()[-1]
+        _, output = first.communicate()
+        assert first.returncode == 4, output
+        line = output.strip().splitlines()[-1]
         assert line.startswith(f"patchmix: process 0 of 2 lost another one ({reason})") and "--resume auto" in line
-        assert "Traceback" not in told
+        assert "Traceback" not in output
     finally:
         watchdog.cancel()
         second.kill()

@@ -21,9 +21,9 @@ def one(findings: list[Finding], what: str) -> Finding:
 
 def test_everything_has_a_verdict_and_what_is_not_well_a_remedy(tmp_path: Path) -> None:
     findings = examine(tmp_path / "runs")
-    told = {finding.what for finding in findings}
-    assert {"versions", "threads", "workers", "allocator", "JPEG", "WEBP", "runs", "--compile"} <= told
-    assert len(told) == len(findings)
+    names = {finding.what for finding in findings}
+    assert {"versions", "threads", "workers", "allocator", "JPEG", "WEBP", "runs", "--compile"} <= names
+    assert len(names) == len(findings)
     for finding in findings:
         assert finding.found
         assert bool(finding.remedy) == (finding.verdict != "ok"), finding
@@ -66,5 +66,5 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     main(["doctor", "--runs", str(tmp_path)])
     assert "allocator" in capsys.readouterr().out
     main(["doctor", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert {"what", "found", "verdict", "remedy"} == set(told[0])
+    findings = json.loads(capsys.readouterr().out)
+    assert {"what", "found", "verdict", "remedy"} == set(findings[0])

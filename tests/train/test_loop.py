@@ -34,12 +34,12 @@ class Numbers:
 
     steps_per_epoch: int = 4
     accumulate: int = 1
-    asked: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         position = start_step * self.accumulate
         while True:
-            self.asked.append(position)
+            self.positions.append(position)
             yield Batch(torch.randn(8, 3, generator=torch.Generator().manual_seed(position)))
             position += 1
 
@@ -138,7 +138,7 @@ def test_accumulation_equals_the_large_batch_where_terms_are_independent(tmp_pat
     torch.testing.assert_close(methods[0].encoder.weight, methods[1].encoder.weight)
 
 
-def test_what_is_fixed_is_met_by_the_optimiser_only_once_it_is_released(tmp_path: Path) -> None:
+def test_the_optimizer_leaves_fixed_parameters_alone_until_they_are_released(tmp_path: Path) -> None:
     class Held(Toy):
         def fixed_parameters(self) -> list[nn.Parameter]:
             return [self.encoder.weight] if self.steps <= 6 else []
@@ -287,6 +287,6 @@ def test_resume_replays_nothing_and_forgets_what_was_logged_after_the_checkpoint
     assert len(read_metrics(tmp_path / "cut" / "metrics.jsonl")) == 10
     loader = Numbers()
     rows = run(Toy(), tmp_path / "cut", loader, resume_from=state)
-    assert loader.asked[0] == 8
+    assert loader.positions[0] == 8
     keep = ("step", "loss", "lr")
     assert [[r[k] for k in keep] for r in rows] == [[r[k] for k in keep] for r in whole]

@@ -1,4 +1,4 @@
-"""Schedules, optimiser, checkpoints, log and monitor, one by one."""
+"""Schedules, optimizer, checkpoints, log and monitor, one by one."""
 
 from __future__ import annotations
 
@@ -172,15 +172,15 @@ def test_collapse_warning() -> None:
     assert "mean cosine 0.999" in str(collapse_warning({"rank": 30.0, "mean_cosine": 0.999}))
 
 
-def test_wandb_is_told_everything_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[dict, int]] = []
+def test_wandb_is_sent_everything_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[dict, int]] = []
 
     class Session:
         def log(self, values: dict, step: int) -> None:
-            told.append((values, step))
+            sent.append((values, step))
 
         def finish(self) -> None:
-            told.append(({}, -1))
+            sent.append(({}, -1))
 
     fake = types.ModuleType("wandb")
     fake.init = lambda **arguments: Session()  # type: ignore[attr-defined]
@@ -189,7 +189,7 @@ def test_wandb_is_told_everything_when_asked(tmp_path: Path, monkeypatch: pytest
     log.use_wandb("project", {"a": 1})
     log.record("train", 3, {"loss": 1.5})
     log.close()
-    assert told == [({"train/loss": 1.5}, 3), ({}, -1)]
+    assert sent == [({"train/loss": 1.5}, 3), ({}, -1)]
 
 
 def test_without_wandb_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

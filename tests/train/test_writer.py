@@ -14,7 +14,7 @@ from tests.faults.killing import kill_while_writing
 
 
 class Gated(Checkpoints):
-    """Writes only when it is told to."""
+    """Writes only when the gate is open."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, keep=5)

@@ -1,1 +1,1 @@
-"""The one training loop and what stands around it: schedules, optimiser, checkpoints, monitor, log."""
+"""The one training loop and what it needs: checkpoints, log, clock, signals, memory."""
