@@ -12,9 +12,9 @@ from PIL import Image
 def picture(seed: int, height: int, width: int) -> np.ndarray:
     random = np.random.default_rng(seed)
     image = np.zeros((height, width, 3), np.float32)
-    for cells, weight, colours in ((4, 25.0, 3), (12, 15.0, 3), (24, 25.0, 1), (min(height, width) // 3, 8.0, 1)):
-        noise = random.normal(0, weight, (cells, cells, colours)).astype(np.float32)
-        image += cv2.resize(noise, (width, height), interpolation=cv2.INTER_CUBIC).reshape(height, width, colours)
+    for cells, weight, colors in ((4, 25.0, 3), (12, 15.0, 3), (24, 25.0, 1), (min(height, width) // 3, 8.0, 1)):
+        noise = random.normal(0, weight, (cells, cells, colors)).astype(np.float32)
+        image += cv2.resize(noise, (width, height), interpolation=cv2.INTER_CUBIC).reshape(height, width, colors)
     return np.clip(image + 128, 0, 255).astype(np.uint8)
 
 

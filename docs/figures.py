@@ -8,14 +8,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from patchmix.report.pictures import show_curves, show_mix
+from patchmix.report.curves import show_curves
+from patchmix.report.figures import show_mix
+from patchmix.settings import ShowCurves, ShowMix
 
 IMAGES = Path(__file__).parent / "images"
 
 
 def main(run: Path) -> None:
-    show_mix("shapes", IMAGES / "mix.png", num_mix=3, patch_size=8, size=32, images=6)
-    show_curves([run], IMAGES / "curves.png")
+    show_mix(ShowMix("shapes", IMAGES / "mix.png", num_mix=3, patch_size=8, size=32, images=6))
+    show_curves(ShowCurves((str(run),), IMAGES / "curves.png"))
 
 
 if __name__ == "__main__":

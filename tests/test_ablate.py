@@ -22,9 +22,9 @@ from patchmix.config import Config
 from patchmix.evaluate.results import read_results
 from patchmix.methods.options import METHOD_OPTIONS, DINOOptions, PatchMixOptions, SimCLROptions
 from patchmix.methods.simclr import SimCLR
+from patchmix.report.ablation_table import AblationTable
 from patchmix.settings import Ablate
-from patchmix.study.ablation_rows import rows_of
-from patchmix.study.ablation_table import Ablated
+from patchmix.study.ablation import rows_of
 from patchmix.train.watch import Interrupted, NonFiniteLoss
 
 SETTINGS: dict[str, Any] = {
@@ -62,7 +62,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "cache"))
 
 
-def run(ablation: str, data: Path, out: Path, rows: Sequence[str], **changed: Any) -> Ablated:
+def run(ablation: str, data: Path, out: Path, rows: Sequence[str], **changed: Any) -> AblationTable:
     settings = from_keywords(Ablate, ablation, data, out, rows=rows, **{**SETTINGS, **changed})
     return ablate(settings, console=Console(quiet=True))
 
@@ -246,10 +246,10 @@ def test_without_labels(images: Path, tmp_path: Path) -> None:
     for path in (images / "train").rglob("*.png"):
         (flat / path.name).write_bytes(path.read_bytes())
     table = run("num-mix", flat, tmp_path / "a", ["m2"])
-    assert table.judged_on is None and table.runs[0].results == {}
-    assert "Nothing has labels" in (tmp_path / "a" / "ablation.md").read_text()
+    assert table.evaluated_on is None and table.runs[0].results == {}
+    assert "There are no labels" in (tmp_path / "a" / "ablation.md").read_text()
     judged = run("num-mix", flat, tmp_path / "a", ["m2"], test_data=str(images))
-    assert judged.judged_on == str(images) and set(judged.runs[0].results) == {"knn", "linear-fast"}
+    assert judged.evaluated_on == str(images) and set(judged.runs[0].results) == {"knn", "linear-fast"}
     with pytest.raises(ValueError, match="has no labels"):
         run("num-mix", flat, tmp_path / "a", ["m2"], test_data=str(flat))
 

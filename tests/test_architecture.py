@@ -31,18 +31,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("files", "progress", "data", "nn", "losses", "schedules", "distributed", "device", "interop", "train"),
         *("methods.method", "settings"),
     },
-    "report": {
-        *("files", "progress", "data", "mixing", "nn", "losses", "interop", "train", "evaluate", "distributed"),
-        *("device", "settings"),
-    },
     "recipes": {"config", "methods.options"},
-    "study": {
-        *("files", "config", "recipes", "data", "nn", "interop", "methods.method", "train", "evaluate", "report"),
-        *("distributed", "device", "progress", "launch", "settings", "methods.options", "build"),
-    },
 }
-MAY_IMPORT["build"] = set(MAY_IMPORT) - {"report", "study"}
-MAY_IMPORT["verbs"] = set(MAY_IMPORT)
+MAY_IMPORT["build"] = set(MAY_IMPORT)
+MAY_IMPORT["study"] = set(MAY_IMPORT) - {"mixing", "losses"}
+MAY_IMPORT["report"] = set(MAY_IMPORT) - {"launch", "build", "methods"}
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["ablate"] = set(MAY_IMPORT)
 MAY_IMPORT["demo"] = set(MAY_IMPORT)

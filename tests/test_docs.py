@@ -24,7 +24,7 @@ from patchmix.build import METHODS
 from patchmix.cli import main
 from patchmix.data.sources import open_source
 from patchmix.interop.loading import load_backbone
-from patchmix.study.ablation_rows import rows_of
+from patchmix.study.ablation import rows_of
 from tests.evaluate.detection.conftest import write_split
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,11 +22,11 @@ from patchmix.evaluate.results import Result, read_results
 from patchmix.evaluate.sweep import usual_epochs
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.recipes import start
+from patchmix.report.ablation_table import AblationRun, AblationTable, print_table, write_table
 from patchmix.run import Run, run_config
 from patchmix.settings import Ablate
-from patchmix.study.ablation_rows import VARIED, AblationRow, choose_rows, masked_weights, rows_of
-from patchmix.study.ablation_table import Ablated, Trained, print_table, write_table
-from patchmix.study.recipe_table import step_flops_per_image
+from patchmix.study.ablation import VARIED, AblationRow, choose_rows, masked_weights, rows_of
+from patchmix.study.flops import config_flops
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import read_metrics
 from patchmix.train.watch import NonFiniteLoss
@@ -42,7 +42,7 @@ class Planned:
     config: Config
 
 
-def ablate(settings: Ablate, console: Console | None = None) -> Ablated:
+def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
     """Trains every row × seed in its own run folder `out`/ROW-seedK, evaluates it, and keeps `out`/ablation.md.
 
     The same call continues: complete rows, also of plain `pretrain` with the same configuration, are not trained
@@ -68,7 +68,7 @@ def ablate(settings: Ablate, console: Console | None = None) -> Ablated:
         distributed.barrier()
         test_data = settings.test_data or data
         evaluated_on = None if labeled is None else test_data
-        table = Ablated(settings.ablation, chosen, seeds, data, evaluated_on, describe(first, chosen[0]), [])
+        table = AblationTable(settings.ablation, chosen, seeds, data, evaluated_on, describe(first, chosen[0]), [])
         for i, each in enumerate(planned):
             console.rule(f"row {i + 1} of {len(planned)}: {each.row.name}, seed {each.seed}")
             trained = train_and_evaluate(each, labeled, test_data, console)
@@ -169,9 +169,9 @@ def adopt(planned: Planned, fingerprint: str) -> Planned:
     return planned
 
 
-def train_and_evaluate(planned: Planned, labeled: Labeled | None, data: str, console: Console) -> Trained:
+def train_and_evaluate(planned: Planned, labeled: Labeled | None, data: str, console: Console) -> AblationRun:
     """Trains what is not trained, evaluates what is not evaluated, and reads the folder."""
-    trained = Trained(planned.row.name, planned.seed, str(planned.folder))
+    trained = AblationRun(planned.row.name, planned.seed, str(planned.folder))
     if not (planned.folder / "encoder.safetensors").is_file():
         try:
             run_config(planned.config, planned.folder, resume="auto")
@@ -188,7 +188,7 @@ def train_and_evaluate(planned: Planned, labeled: Labeled | None, data: str, con
         trained,
         images_seen=steps[-1]["step"] * planned.config.train.batch_size if steps else None,
         seconds=steps[-1]["seconds"] if steps else None,
-        flops_per_image=step_flops_per_image(planned.config),
+        flops_per_image=config_flops(planned.config),
         results={} if labeled is None else evaluate(run, labeled, data, planned.config),
         health={key: value for key, value in health.items() if key not in ("kind", "step", "epoch")},
     )

@@ -17,13 +17,14 @@ from patchmix.evaluate.knn import HEADLINE_K, knn
 from patchmix.evaluate.monitor import raw_pixel_knn
 from patchmix.evaluate.results import wilson
 from patchmix.interop.backbone import Architecture, Backbone
+from patchmix.mixing import PatchMix
 from patchmix.recipes import start
-from patchmix.report.figures import curves_figure, mix_figure, targets_figure
+from patchmix.report.curves import curves_figure, read_history
+from patchmix.report.figures import mix_figure, targets_figure
+from patchmix.report.page import report
 from patchmix.report.style import save
 from patchmix.run import run_config
-from patchmix.settings import Demo, Knn
-from patchmix.study.reporting import report_runs
-from patchmix.train.log import read_metrics
+from patchmix.settings import Demo, Knn, Report
 
 
 def demo(settings: Demo) -> Path:
@@ -50,7 +51,7 @@ def demo(settings: Demo) -> Path:
     console.print(table)
     for path in write_figures(run.path, config, {"raw pixels": pixels, "untrained encoder": untrained.top1}):
         console.print(f"wrote {path}", soft_wrap=True)
-    report_runs([run.path], images=600)
+    report(Report((str(run.path),), images=600))
     return run.path
 
 
@@ -66,10 +67,9 @@ def write_figures(folder: Path, config: Config, references: dict[str, float]) ->
     source = open_source(config.data.path, "train")
     images = torch.stack([torch.from_numpy(source.load(i).copy()) for i in range(6)])
     num_mix = config.method.options.num_mix
-    rows = read_metrics(folder / "metrics.jsonl")
     patch = build.build_encoder(config.model).patch_embed.patch_size[0]
     return [
-        save(mix_figure(images, patch_size=patch, num_mix=num_mix), figures / "mix.png"),
+        save(mix_figure(images, PatchMix(patch, num_mix, torch.Generator().manual_seed(0)))[0], figures / "mix.png"),
         save(targets_figure(9, num_mix), figures / "targets.png"),
-        save(curves_figure(rows, references=references), figures / "curves.png"),
+        save(curves_figure([read_history(folder)], references=references), figures / "curves.png"),
     ]

@@ -1,4 +1,4 @@
-"""A small run with a kNN result, and a browser where there is one."""
+"""A tiny real run with a kNN result, and a browser where Chromium is installed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from browser import Browser, find_chromium
+from playwright.sync_api import Browser, sync_playwright
 
 from patchmix.evaluate.knn import knn
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.nn.vit import create_encoder
 from patchmix.settings import Knn
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 @pytest.fixture(scope="session")
@@ -37,12 +39,11 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_chromium()
+def browser() -> Iterator[Browser]:
+    program = next((path for name in CHROMIUM if (path := shutil.which(name))), None)
     if program is None:
         pytest.skip("no Chromium on this machine; install chromium to test the report in a browser")
-    profile = tmp_path_factory.mktemp("profile")
-    browser = Browser(program, profile)
-    yield browser
-    browser.close()
-    shutil.rmtree(profile, ignore_errors=True)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -11,8 +11,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from patchmix.nn.vit import create_encoder
-from patchmix.report.attention import attention_figure, attention_maps, class_attention
-from patchmix.report.pictures import show_attention
+from patchmix.report.attention import attention_figure, attention_maps, class_attention, show_attention
+from patchmix.settings import ShowAttention
 
 
 def by_hand(encoder: VisionTransformer, images: torch.Tensor, block: int) -> torch.Tensor:
@@ -78,11 +78,12 @@ def test_figure_has_a_map_for_each_head_of_each_run() -> None:
 
 
 def test_show_attention_of_a_run_and_its_mistakes(run: Path, tmp_path: Path) -> None:
-    (path,) = show_attention([run, run], "shapes:64", tmp_path / "a.png", images=1, size=64)
+    out = tmp_path / "a.png"
+    (path,) = show_attention(ShowAttention((run, run), "shapes:64", out=out, images=1, size=64))
     assert cv2.imread(str(path)).std() > 5  # not blank
     with pytest.raises(ValueError, match="multiple of its patch size 8"):
-        show_attention([run], "shapes:64", tmp_path / "a.png", size=33)
+        show_attention(ShowAttention((run,), "shapes:64", out=out, size=33))
     with pytest.raises(ValueError, match="block is 7"):
-        show_attention([run], "shapes:64", tmp_path / "a.png", block=7)
+        show_attention(ShowAttention((run,), "shapes:64", out=out, block=7))
     with pytest.raises(ValueError, match="not among"):
-        show_attention([run], "shapes:64", tmp_path / "a.png", positions=[10**6])
+        show_attention(ShowAttention((run,), "shapes:64", out=out, position=(10**6,)))

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from patchmix.report.curves import History, histories_figure, panels_of, read_history, smooth
-from patchmix.report.page.series import MOST_POINTS, curves_data
-from patchmix.report.pictures import show_curves
+from patchmix.report.curves import (
+    MOST_POINTS,
+    History,
+    curves_data,
+    curves_figure,
+    panels_of,
+    read_history,
+    show_curves,
+    smooth,
+)
+from patchmix.settings import ShowCurves
 
 ROWS = [
     {"kind": "monitor", "step": 0, "epoch": 0.0, "knn": 0.1, "rank": 5.0},
@@ -47,7 +55,7 @@ def test_smoothing_starts_at_the_first_value_and_keeps_constants() -> None:
 
 
 def test_runs_are_overlaid_with_chance_and_floor() -> None:
-    figure = histories_figure([History("a", ROWS), History("b", ROWS)], smoothing=0.5, references={"pixels": 0.2})
+    figure = curves_figure([History("a", ROWS), History("b", ROWS)], smoothing=0.5, references={"pixels": 0.2})
     panels = {axis.get_title(): axis for axis in figure.axes if axis.get_title()}
     assert list(panels) == [
         *("loss: oto", "kNN accuracy (%)", "effective rank of the features", "learning rate", "images per second")
@@ -63,15 +71,16 @@ def test_real_run_and_mistakes(run: Path, tmp_path: Path) -> None:
     history = read_history(run)
     assert history.batch_size == 32 and history.terms == ["oto", "mto", "mtm"]
     assert set(panels_of([history])) >= {"oto", "mto", "mtm", "knn", "rank", "lr", "weight_decay", "momentum"}
-    assert show_curves([run, run], tmp_path / "hours.pdf", axis="hours", smoothing=0.5)[0].is_file()
-    assert show_curves([run], tmp_path / "f.svg", axis="flops", flops_per_image=1e9)[0].is_file()
-    with pytest.raises(ValueError, match="2 costs are given for 1 runs"):
-        show_curves([run], tmp_path / "f.svg", flops_per_image=[1.0, 2.0])
+    assert history.flops_per_image is not None and history.flops_per_image > 1e6
+    assert show_curves(ShowCurves((run, run), tmp_path / "hours.pdf", axis="hours", smoothing=0.5))[0].is_file()
+    assert show_curves(ShowCurves((run,), tmp_path / "f.svg", axis="flops"))[0].is_file()
+    with pytest.raises(ValueError, match="give at least one run"):
+        show_curves(ShowCurves((), tmp_path / "f.svg"))
     with pytest.raises(ValueError, match=r"no metrics\.jsonl"):
-        show_curves([tmp_path], tmp_path / "f.svg")
+        show_curves(ShowCurves((tmp_path,), tmp_path / "f.svg"))
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="nothing to draw yet"):
-        show_curves([tmp_path], tmp_path / "f.svg")
+        show_curves(ShowCurves((tmp_path,), tmp_path / "f.svg"))
 
 
 def test_the_pages_series_are_thin_and_hold_the_last_point() -> None:

@@ -11,9 +11,16 @@ from matplotlib.patches import Rectangle
 
 from patchmix.mixing import Mixed, PatchMix
 from patchmix.mixing.patchmix import share
-from patchmix.report.figures import mixed_figure, owner_color, share_targets_figure, share_text, targets_figure
-from patchmix.report.pictures import show_mix
+from patchmix.report.figures import (
+    mix_figure,
+    owner_color,
+    share_targets_figure,
+    share_text,
+    show_mix,
+    targets_figure,
+)
 from patchmix.report.style import save
+from patchmix.settings import ShowMix
 
 
 @pytest.mark.parametrize(
@@ -32,10 +39,10 @@ def test_shares_read_as_words(row: list[float], text: str) -> None:
 
 
 @pytest.mark.parametrize("num_mix", [1, 2, 3, 4])
-def test_every_patch_is_framed_in_the_colour_of_the_image_it_is_from(num_mix: int) -> None:
+def test_every_patch_is_framed_in_the_color_of_the_image_it_is_from(num_mix: int) -> None:
     values = (torch.arange(4) * 60).to(torch.uint8)  # each image has one value: pixels tell the owner
     images = values.view(4, 1, 1, 1).expand(4, 16, 16, 3).contiguous()
-    figure, mixed = mixed_figure(images, PatchMix(4, num_mix))
+    figure, mixed = mix_figure(images, PatchMix(4, num_mix))
     below = figure.axes[4:]
     for i, axis in enumerate(below):
         frames = [patch for patch in axis.patches if isinstance(patch, Rectangle)]
@@ -50,7 +57,7 @@ def test_the_mix_goes_on_as_if_it_had_not_been_watched() -> None:
     images = torch.randint(0, 256, (4, 16, 16, 3), dtype=torch.uint8)
     watched, free = (PatchMix(4, (2, 3), torch.Generator().manual_seed(3)) for _ in range(2))
     for _ in range(3):
-        seen = mixed_figure(images, watched)[1]
+        seen = mix_figure(images, watched)[1]
         expected = free(images.permute(0, 3, 1, 2).float() / 255)
         assert torch.equal(seen.images, expected.images) and torch.equal(seen.share, expected.share)
 
@@ -65,11 +72,11 @@ class Blend:
 
 
 def test_other_mixes_show_shares_without_frames(tmp_path: Path) -> None:
-    figure, mixed = mixed_figure(torch.randint(0, 256, (3, 8, 8, 3), dtype=torch.uint8), Blend())
+    figure, mixed = mix_figure(torch.randint(0, 256, (3, 8, 8, 3), dtype=torch.uint8), Blend())
     titles = [axis.get_title() for axis in figure.axes]
     assert titles[3:] == ["0.71 of 0,\n0.29 of 1", "0.71 of 1,\n0.29 of 2", "0.71 of 2,\n0.29 of 0"]
     assert not figure.axes[3].patches
-    written = show_mix("shapes:8", tmp_path / "blend.svg", images=3, mix=Blend())
+    written = show_mix(ShowMix("shapes:8", tmp_path / "blend.svg", mix="mixup", images=3, size=32))
     assert [path.name for path in written] == ["blend.svg", "blend-targets.svg"]
     assert share_targets_figure(mixed.share).axes[2].images[0].get_array()[0, 1] == pytest.approx(0.29)
 
@@ -89,6 +96,6 @@ def test_figures_come_as_png_svg_and_pdf_only(tmp_path: Path) -> None:
     for ending, start in ((".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")):
         assert save(targets_figure(4, 2), tmp_path / f"t{ending}").read_bytes().startswith(start)
     with pytest.raises(ValueError, match="must end in"):
-        show_mix("shapes:8", tmp_path / "mix.gif")
+        show_mix(ShowMix("shapes:8", tmp_path / "mix.gif"))
     with pytest.raises(ValueError, match="at least 2"):
-        show_mix("shapes:8", tmp_path / "mix.png", images=1)
+        show_mix(ShowMix("shapes:8", tmp_path / "mix.png", images=1))

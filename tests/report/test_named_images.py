@@ -10,8 +10,7 @@ import pytest
 
 from patchmix.cli import main
 from patchmix.data.sources import open_source
-from patchmix.report.pictures import _position
-from patchmix.report.shown import Pictures, open_shown
+from patchmix.report.gallery import ImageFiles, find_image, open_images
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +27,21 @@ def folder(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_path_names_an_image_of_the_set(folder: Path) -> None:
-    source = open_shown(folder / "photos")
+    source = open_images(folder / "photos")
     for name in ("b/3.png", str(folder / "photos" / "b" / "3.png"), "photos/b/3.png"):
-        assert source.key(_position(name, source)) == "b/3.png"
+        assert source.key(find_image(name, source)) == "b/3.png"
     with pytest.raises(ValueError, match="is not among the 12 images"):
-        _position("a/3.png", source)
+        find_image("a/3.png", source)
 
 
 def test_files_are_a_source(folder: Path) -> None:
     files = [folder / "photos" / "a" / "0.png", folder / "photos" / "b" / "1.png"]
-    source = Pictures(files)
+    source = ImageFiles(files)
     assert len(source) == 2
     assert source.load(1).shape == (32, 32, 3)
-    assert source.fingerprint() != Pictures(files[:1]).fingerprint()
+    assert source.fingerprint() != ImageFiles(files[:1]).fingerprint()
     with pytest.raises(ValueError, match="there is no image"):
-        Pictures([folder / "none.png"])
+        ImageFiles([folder / "none.png"])
 
 
 def test_the_command_line_takes_them(
@@ -53,7 +52,7 @@ def test_the_command_line_takes_them(
     image = "photos/b/3.png"
     main(["show", "attention", "run", "--image", image, "--out", "attention.png"])
     main(["show", "similarity", "run", "--data", "photos", "--query", image, "--out", "similarity.png"])
-    main(["show", "neighbours", "run", "--data", "photos", "--query", image, "0", "--k", "3", "--out", "near.png"])
+    main(["show", "neighbors", "run", "--data", "photos", "--query", image, "0", "--k", "3", "--out", "near.png"])
     for name in ("attention.png", "similarity.png", "near.png"):
         assert cv2.imread(name).std() > 5  # not blank
     shutil.rmtree("cache", ignore_errors=True)

@@ -17,11 +17,14 @@ import torch
 from PIL import Image
 
 from patchmix.evaluate.results import read_results
-from patchmix.report.page import Facts, report
-from patchmix.report.page.document import Markup, element, inert_json, scripts
-from patchmix.report.page.embedding import pack_explorer
-from patchmix.report.page.record import read_record, verdict
-from patchmix.report.pictures import show_attention
+from patchmix.recipes import PaperRow
+from patchmix.report import page
+from patchmix.report.attention import show_attention
+from patchmix.report.gallery import Gallery, ImageFiles
+from patchmix.report.html import Markup, element, inert_json, scripts
+from patchmix.report.neighbors import pack_explorer
+from patchmix.report.page import read_record, report, verdict
+from patchmix.settings import Report, ShowAttention
 
 EVIL = "<script>alert(1)</script>.png"
 
@@ -33,14 +36,18 @@ def data_of(text: str) -> dict[str, Any]:
     return data
 
 
-def test_it_says_what_the_run_is_and_what_it_is_worth(run: Path, tmp_path: Path) -> None:
-    facts = Facts(command="patchmix pretrain 'my data' --out x", paper={"knn": 0.929, "linear": 0.944})
-    text = report([run], tmp_path / "r.html", images=30, facts=[facts], device="cpu").read_text()
+def test_it_says_what_the_run_is_and_what_it_is_worth(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = PaperRow("shapes", 64, "vit", 2, knn=92.9, linear=94.4, finetune=97.5)
+    monkeypatch.setattr(page, "paper_row", lambda config, data: row)
+    text = report(Report((run,), tmp_path / "r.html", images=30, device="cpu")).read_text()
     (result,) = read_results(run)
     low, high = result.interval()
     line = f"trained 2 epochs, kNN {100 * result.top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}], no collapse"
     assert line in text
-    assert html.escape(facts.command or "") in text and "num_mix: 2" in text
+    command = f"patchmix pretrain shapes:64 --out runs/again --config {run / 'config.yaml'}"
+    assert html.escape(command) in text and "num_mix: 2" in text
     assert ">92.9<" in text and ">94.4<" in text and "not evaluated" in text
     for heading in ("Curves", "Evaluations", "Cost", "Explorer", "Mixing", "Attention", "Similarity", "Reproduce"):
         assert f">{heading}</h2>" in text
@@ -56,12 +63,12 @@ def test_a_run_that_is_unfinished_or_collapsed_is_told_apart(run: Path, tmp_path
     (going / "results.jsonl").unlink()
     with (going / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "monitor", "step": 9, "epoch": 1.5, "rank": 1.2, "mean_cosine": 0.2}) + "\n")
-    text, fine = verdict(read_record(going, Facts()))
+    text, fine = verdict(read_record(going))
     assert text.startswith("unfinished, at epoch 1.5 of 2, kNN ") and "collapsing: effective rank 1.2" in text
     assert not fine
     shutil.rmtree(going / "checkpoints")
-    page = report([going], tmp_path / "g.html", device="cpu").read_text()  # no encoder yet: curves only
-    assert "explorer-here" not in page.split("<script")[0] and "curves-here" in page
+    written = report(Report((going,), tmp_path / "g.html", device="cpu")).read_text()  # no encoder yet: curves only
+    assert "explorer-here" not in written.split("<script")[0] and "curves-here" in written
 
 
 def test_names_that_look_like_code_stay_names(run: Path, tmp_path: Path) -> None:
@@ -75,7 +82,7 @@ def test_names_that_look_like_code_stay_names(run: Path, tmp_path: Path) -> None
     (folder / "0.png").rename(folder / name)
     evil_run = tmp_path / "<img src=x onerror=alert(2)>"
     shutil.copytree(run, evil_run)
-    text = report([evil_run], tmp_path / "e.html", data=str(tmp_path / "data"), device="cpu").read_text()
+    text = report(Report((evil_run,), tmp_path / "e.html", data=str(tmp_path / "data"), device="cpu")).read_text()
     assert "<script>alert" not in text and "<img src=x" not in text
     assert len(re.findall(r"<script", text)) == 2 == len(re.findall(r"</script>", text))
     data = data_of(text)
@@ -92,7 +99,7 @@ def test_json_and_markup_are_escaped() -> None:
 
 
 def test_the_policy_allows_exactly_this_style_and_script(run: Path, tmp_path: Path) -> None:
-    text = report([run], tmp_path / "r.html", images=0).read_text()
+    text = report(Report((run,), tmp_path / "r.html", images=0)).read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy and "unsafe" not in policy[1] and policy[1].startswith("default-src 'none';")
     style, script = re.search(r"<style>(.*?)</style>", text, re.S), re.search(r'"module">(.*?)</script>', text, re.S)
@@ -106,26 +113,32 @@ def test_the_policy_allows_exactly_this_style_and_script(run: Path, tmp_path: Pa
 
 def test_two_thousand_photographs_and_two_wide_encoders_stay_below_15_megabytes() -> None:
     noise = np.random.default_rng(0).normal(128, 25, (16, 64, 64, 3)).clip(0, 255).astype(np.uint8)  # worse than photos
-    pictures = [noise[i % 16] for i in range(2000)]
+
+    class Noise(ImageFiles):
+        def load(self, index: int) -> np.ndarray:
+            return noise[index % 16]
+
+        def key(self, index: int) -> str:
+            return "name.jpg"
+
     runs = [(name, torch.randn(2000, 768)) for name in ("a", "b")]
-    packed = pack_explorer(pictures, ["name.jpg"] * 2000, runs, labels=None, classes=None)
+    packed = pack_explorer(Gallery(Noise([]), list(range(2000)), None, runs))
     assert packed["runs"][0]["bits"] == 16
     assert len(inert_json(packed)) < 15e6 * 0.93  # the rest is for figures and curves
 
 
 @pytest.mark.parametrize(
-    ("runs", "out", "options", "message"),
+    ("runs", "out", "message"),
     [
-        ([], "r.html", {}, "no run to report on"),
-        (["timm:vit_tiny_patch16_224"], "r.pdf", {}, "must end in .html"),
-        (["timm:vit_tiny_patch16_224"], "r.html", {}, "give data to show"),
-        (["timm:vit_tiny_patch16_224"], "r.html", {"facts": []}, "facts are given for 0 of 1"),
-        (["no such run"], "r.html", {}, "does not exist"),
+        ([], "r.html", "no run to report on"),
+        (["timm:vit_tiny_patch16_224"], "r.pdf", "must end in .html"),
+        (["timm:vit_tiny_patch16_224"], "r.html", "give --data, or --images 0"),
+        (["no such run"], "r.html", "does not exist"),
     ],
 )
-def test_mistakes(runs: list[str], out: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_mistakes(runs: list[str], out: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        report(runs, tmp_path / out, **options)
+        report(Report(tuple(runs), tmp_path / out))
 
 
 def test_photographs_without_labels_and_a_folder_with_one(run: Path, tmp_path: Path) -> None:
@@ -135,12 +148,12 @@ def test_photographs_without_labels_and_a_folder_with_one(run: Path, tmp_path: P
     for i in range(6):
         Image.fromarray(random.integers(0, 256, (40, 70, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     (folder / "broken.png").write_bytes(b"not a picture")
-    data = data_of(report([run], tmp_path / "u.html", data=str(folder), device="cpu").read_text())["explorer"]
+    data = data_of(report(Report((run,), tmp_path / "u.html", data=str(folder), device="cpu")).read_text())["explorer"]
     assert data["labels"] is None and data["classes"] is None and data["most"] == 5
     assert len(data["thumbs"]) == len(data["keys"]) == 6 and "broken.png" not in data["keys"]
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copy(folder / "0.png", alone)
-    assert show_attention([run], str(alone), tmp_path / "a.png")[0].is_file()
+    assert show_attention(ShowAttention((run,), str(alone), out=tmp_path / "a.png"))[0].is_file()
     with pytest.raises(ValueError, match="at least 3 images"):
-        report([run], tmp_path / "o.html", data=str(alone), device="cpu")
+        report(Report((run,), tmp_path / "o.html", data=str(alone), device="cpu"))

@@ -11,7 +11,8 @@ from rich.console import Console
 from patchmix.config import Config, to_yaml
 from patchmix.evaluate.results import Result, append_result
 from patchmix.recipes import RECIPES
-from patchmix.study.compare import compare, paper_row, print_comparison
+from patchmix.settings import Compare
+from patchmix.study.compare import compare, paper_row, read_rows
 
 
 def paper_config(data: str = "cifar10", epochs: float = 800.0, model: str = "vit_tiny_patch2_32") -> Config:
@@ -42,7 +43,7 @@ def make_run(folder: Path, config: Config | None, *results: Result) -> Path:
 
 def test_results_stand_beside_the_papers_numbers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", paper_config(), result("knn", 0.91), result("linear", 0.95), result("knn", 0.92))
-    (row,) = compare([run])
+    (row,) = read_rows([run])
     assert (row.recipe, row.model, row.pretrained_on, row.epochs) == ("paper", "vit_tiny_patch2_32", "cifar10", 800)
     assert row.results["knn"].top1 == 0.92  # the latest
     assert row.paper_accuracy("knn") == 0.929
@@ -84,7 +85,7 @@ def test_weights_and_data_are_not_mixed_in_a_row(tmp_path: Path) -> None:
         result("linear", 0.6),
         result("knn", 0.7, data="cifar100"),
     )
-    rows = compare([run])
+    rows = read_rows([run])
     assert [(row.data, row.weights and row.weights[0], sorted(row.results)) for row in rows] == [
         ("cifar10", "b", ["knn"]),
         ("cifar10", "a", ["linear"]),
@@ -95,20 +96,20 @@ def test_weights_and_data_are_not_mixed_in_a_row(tmp_path: Path) -> None:
 def test_runs_without_results_and_results_without_a_run(tmp_path: Path) -> None:
     trained = make_run(tmp_path / "trained", paper_config())
     imported = make_run(tmp_path / "imported", None, result("knn", 0.8))
-    first, second = compare([trained, imported])
+    first, second = read_rows([trained, imported])
     assert first.results == {} and first.paper is None
     assert (second.recipe, second.model, second.paper) == (None, "vit_tiny_patch2_32", None)
     with pytest.raises(ValueError, match="neither a run"):
-        compare([tmp_path / "nothing"])
+        read_rows([tmp_path / "nothing"])
     with pytest.raises(ValueError, match="nothing to compare"):
-        compare([])
+        read_rows([])
 
 
 def test_the_table(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", paper_config(), result("knn", 0.9134))
     other = make_run(tmp_path / "b", None, result("linear-fast", 0.5))
     stream = io.StringIO()
-    print_comparison(compare([run, other]), Console(file=stream, width=240))
+    compare(Compare((run, other)), Console(file=stream, width=240))
     text = stream.getvalue()
     for wanted in ("91.34", "90.8 … 91.9", "paper 92.9", "linear (fast)", "50.00", "aaaaaaaa"):
         assert wanted in text

@@ -1,4 +1,4 @@
-"""Where the class token looks (the paper's appendix, "Self-Attention Map Visualization").
+"""The attention of the class token (the paper's appendix, "Self-Attention Map Visualization").
 
 Shapes: N images, H heads, T tokens with the class token first, R × C patches.
 """
@@ -6,6 +6,7 @@ Shapes: N images, H heads, T tokens with the class token first, R × C patches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,27 +16,73 @@ from matplotlib.figure import Figure
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from patchmix.report.figures import picture, short
-from patchmix.report.style import style
+from patchmix.data.contract import Source
+from patchmix.data.views import as_channels, to_float
+from patchmix.interop.backbone import Backbone
+from patchmix.report.gallery import check_positions, crop_batch, load_all, open_images, spread
+from patchmix.report.style import check_suffix, picture, short, style, write
+from patchmix.settings import ShowAttention
 
-HEAT = "inferno"  # lightness grows with the value: readable in grey, and without red-green vision
+HEAT = "inferno"  # lightness grows with the value: readable in gray, and without red-green vision
+
+
+def show_attention(settings: ShowAttention) -> list[Path]:
+    """Draws the class token's attention in a block, one map per head, raw and overlaid, runs below each other."""
+    check_suffix(settings.out)
+    if (settings.data is None) == (not settings.image):
+        raise ValueError("give either --data DATA or --image FILE …")
+    backbones = load_all(settings.runs)
+    source = open_images(settings.data or settings.image)
+    positions = settings.position or spread(len(source), len(settings.image) or settings.images)
+    check_positions(positions, source, "image")
+    maps = [
+        (
+            backbone.name,
+            image_maps(backbone, source, positions, block=settings.block, size=settings.size, device=settings.device),
+        )
+        for backbone in backbones
+    ]
+    size = settings.size or max(backbone.architecture.image_size for backbone in backbones)
+    block = "the last block" if settings.block == -1 else f"block {settings.block}"
+    figure = attention_figure(
+        crop_batch(source, positions, size), maps, title=f"attention of the class token in {block}"
+    )
+    return write({settings.out: figure})
+
+
+def image_maps(
+    backbone: Backbone,
+    source: Source,
+    positions: Sequence[int],
+    *,
+    block: int = -1,
+    size: int | None = None,
+    device: str = "cpu",
+) -> Tensor:
+    """Maps (N, H, R, C) of some images of a source, at `size` px or the encoder's own size."""
+    shape = backbone.architecture
+    size = size or shape.image_size
+    if size % shape.patch_size:
+        raise ValueError(
+            f"size is {size}; for {backbone.name} it must be a multiple of its patch size {shape.patch_size}"
+        )
+    encoder = backbone.encoder(any_image_size=size != shape.image_size).to(device)
+    images = to_float(crop_batch(source, positions, size), backbone.mean, backbone.std)
+    return attention_maps(encoder, as_channels(images, shape.in_chans).to(device), block=block).cpu()
 
 
 @torch.inference_mode()
 def class_attention(encoder: VisionTransformer, images: Tensor, *, block: int = -1) -> Tensor:
     """softmax(q·kᵀ / √d) of the class token's query in one block: (N, H, T), rows sum to 1.
 
-    Computed from the block's own weights and the tokens that go into it, so that it works with fused attention, which
-    never holds these numbers. images: normalised (N, C, height, width) of a size that the encoder takes.
-    block: 0 is the first, -1 the last.
+    Computed from the block's weights and input, because fused attention never returns these numbers. images: normalized
+    (N, C, height, width) of a size that the encoder takes. block: 0 is the first, -1 the last.
     """
     blocks: Any = encoder.blocks
     if not -len(blocks) <= block < len(blocks):
-        raise ValueError(f"block is {block}; the encoder has {len(blocks)}, counted 0 … {len(blocks) - 1} or -1 …")
+        raise ValueError(f"block is {block}; it must lie between {-len(blocks)} and {len(blocks) - 1}")
     if encoder.cls_token is None:
-        raise ValueError(
-            "the encoder has no class token, so there is no attention of it; give a ViT with a class token"
-        )
+        raise ValueError("the encoder has no class token whose attention could be drawn; give a ViT with a class token")
     attention: Any = blocks[block].attn
     if not hasattr(attention, "qkv"):
         raise ValueError(f"attention of the kind {type(attention).__name__} can't be drawn; give a plain timm ViT")
@@ -71,8 +118,8 @@ def attention_maps(encoder: VisionTransformer, images: Tensor, *, block: int = -
 def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, title: str = "") -> Figure:
     """For each image and run: the image, then the mean over heads and each head, raw above and overlaid below.
 
-    images: uint8 (N, height, width, 3). maps: for each run its name and (N, H, R, C). Each map is drawn from 0 to its
-    own highest value, which its title gives; even attention would be 1/patches everywhere.
+    images: uint8 (N, height, width, 3). maps: for each run its name and (N, H, R, C). The colors of a map go from 0
+    to its highest value, which its title gives.
     """
     most = max(weights.shape[1] for _, weights in maps)
     rows = 2 * len(images) * len(maps)

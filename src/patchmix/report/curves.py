@@ -1,18 +1,20 @@
-"""How training went: what metrics.jsonl says, on an axis of epochs, images, hours or FLOPs."""
+"""Training curves: the values of metrics.jsonl over epochs, images, hours or FLOPs, as a figure and for the report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from patchmix.report.style import COLORS, style
+from patchmix.config import Config, from_yaml
+from patchmix.report.style import COLORS, check_suffix, style, write
+from patchmix.settings import ShowCurves
+from patchmix.study.flops import config_flops
 from patchmix.train.log import read_metrics
 
 AxisKind = Literal["epochs", "images", "hours", "flops"]
@@ -30,20 +32,32 @@ PANELS: dict[str, tuple[str, float]] = {
 }
 NOISY = ("images_per_second", "data_wait")  # smoothed, as the losses are
 LINES = ("-", "--", "-.", ":")
+MOST_POINTS = 600  # of a curve in the report
+
+
+def show_curves(settings: ShowCurves) -> list[Path]:
+    """Draws the curves of one or several runs into one figure."""
+    check_suffix(settings.out)
+    if not settings.runs:
+        raise ValueError("there is no run to draw; give at least one run's folder")
+    histories = [read_history(run) for run in settings.runs]
+    return write({settings.out: curves_figure(histories, axis=settings.axis, smoothing=settings.smoothing)})
+
+
+# ------------------------------------------------------------------------------------------------------------ history
 
 
 @dataclass(frozen=True)
 class History:
-    """The rows of one run's metrics.jsonl and what turns its steps into images and FLOPs, where that is known."""
+    """The rows of one run's metrics.jsonl; with batch size and FLOPs where they are known."""
 
     name: str
     rows: Sequence[dict[str, Any]]
     batch_size: int | None = None
     flops_per_image: float | None = None
-    config: dict[str, Any] = field(default_factory=dict)
 
     def axis(self, kind: AxisKind) -> Callable[[dict[str, Any]], float]:
-        """What turns a row into its place on the axis; a ValueError where this run does not know it."""
+        """The function from a row to its place on the axis; raises a ValueError where this run lacks the data."""
         if kind not in get_args(AxisKind):
             raise ValueError(f"the axis is {kind!r}; it must be one of {', '.join(get_args(AxisKind))}")
         if kind == "epochs":
@@ -52,15 +66,15 @@ class History:
             timed = [(row["step"], row["seconds"]) for row in self.rows if row.get("seconds") is not None]
             if not timed:
                 raise ValueError(f"{self.name} has no times in its metrics; use epochs")
-            # Monitor rows carry no time: theirs lies between those of the training rows around them.
+            # Monitor rows have no time: interpolate between the training rows.
             steps, seconds = zip((0, 0.0), *timed, strict=True)
             return lambda row: float(np.interp(row["step"], steps, seconds)) / 3600
         if self.batch_size is None:
-            raise ValueError(f"{self.name} has no config.yaml that says its batch size; use epochs or hours")
+            raise ValueError(f"{self.name} has no config.yaml with its batch size; use epochs or hours")
         if kind == "images":
             return lambda row: float(row["step"] * (self.batch_size or 0))
         if self.flops_per_image is None:
-            raise ValueError(f"the FLOPs per image of {self.name} are not given; use epochs, images or hours")
+            raise ValueError(f"the FLOPs per image of {self.name} are not known; use epochs, images or hours")
         return lambda row: float(row["step"] * (self.batch_size or 0) * (self.flops_per_image or 0))
 
     def points(self, key: str, kind: AxisKind = "epochs") -> tuple[list[float], list[float]]:
@@ -75,29 +89,35 @@ class History:
         names = [key.removesuffix("/chance") for row in self.rows for key in row if key.endswith("/chance")]
         return list(dict.fromkeys(names))
 
-
-def read_history(run: str | Path, *, flops_per_image: float | None = None) -> History:
-    """A run folder's metrics; a ValueError where it has none."""
-    folder = Path(run)
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} has no metrics.jsonl; is it a run's folder?")
-    config = read_config(folder)
-    batch_size = config.get("train", {}).get("batch_size")
-    name = folder.name or folder.resolve().name
-    return History(name, read_metrics(path), batch_size, flops_per_image, config)
+    def last(self, key: str) -> float | None:
+        """The newest value of a quantity."""
+        values = self.points(key)[1]
+        return values[-1] if values else None
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.yaml as plain values; {} where there is none."""
+def read_history(run: str | Path) -> History:
+    """A run folder's metrics; raises a ValueError where it has none."""
+    if not (Path(run) / "metrics.jsonl").is_file():
+        raise ValueError(f"{run} has no metrics.jsonl; is it a run's folder?")
+    return folder_history(Path(run), read_config(Path(run)))
+
+
+def folder_history(folder: Path, config: Config | None) -> History:
+    """What a folder has of metrics, perhaps nothing yet."""
+    path, name = folder / "metrics.jsonl", folder.name or folder.resolve().name
+    rows = read_metrics(path) if path.is_file() else []
+    if config is None:
+        return History(name, rows)
+    return History(name, rows, config.train.batch_size, config_flops(config))
+
+
+def read_config(folder: Path) -> Config | None:
+    """The configuration of a run, or None where the folder has none."""
     path = folder / "config.yaml"
-    if not path.is_file():
-        return {}
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML; restore it from the run's checkpoint") from error
-    return content if isinstance(content, dict) else {}
+    return from_yaml(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+# ------------------------------------------------------------------------------------------------------------- figure
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
@@ -115,7 +135,7 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
 
 
 def panels_of(histories: Sequence[History]) -> list[str]:
-    """What there is to draw: the loss's terms, or the loss alone where no term has a chance level; then PANELS."""
+    """The quantities to draw: the loss's terms, or the loss where no term has a chance level; then PANELS."""
     terms = list(dict.fromkeys(term for history in histories for term in history.terms)) or ["loss"]
     logged = {key for history in histories for row in history.rows for key, value in row.items() if value is not None}
     return [key for key in (*terms, *PANELS) if key in logged]
@@ -125,24 +145,16 @@ def title_of(panel: str) -> str:
     return PANELS[panel][0] if panel in PANELS else f"loss: {panel}"
 
 
-def curves_figure(rows: Sequence[dict[str, Any]], *, references: dict[str, float] | None = None) -> Figure:
-    """One run's curves over epochs, from the rows of metrics.jsonl.
-
-    `references` are horizontal lines in the kNN panel, such as raw pixels.
-    """
-    return histories_figure([History("run", rows)], references=references)
-
-
-def histories_figure(
+def curves_figure(
     histories: Sequence[History],
     *,
     axis: AxisKind = "epochs",
     smoothing: float = 0.0,
     references: dict[str, float] | None = None,
 ) -> Figure:
-    """All quantities of all runs, a panel each: losses between floor and chance, kNN, rank, schedules, throughput.
+    """All quantities of all runs, a panel each, losses between floor and chance.
 
-    Smoothed losses have their raw values behind them. `references`: accuracies in 0…1, drawn in the kNN panel.
+    Smoothed curves have their raw values behind them. references: accuracies in 0…1, lines in the kNN panel.
     """
     panels = panels_of(histories)
     if not panels:
@@ -190,3 +202,62 @@ def _draw_panel(place: Axes, panel: str, histories: Sequence[History], kind: Axi
                 label = bound if not any(d[-1] == drawn[-1] for d in bounds_drawn) else ""
                 place.plot(at, level, color=shade, linestyle=look, label=label, linewidth=1.0)
                 bounds_drawn.add(drawn)
+
+
+# -------------------------------------------------------------------------------------------------------- for the page
+
+
+def curves_data(histories: Sequence[History]) -> dict[str, Any] | None:
+    """What curves.js reads: panels with the series of all runs; None where there is nothing to draw."""
+    logged = [history for history in histories if history.rows]
+    axes = [kind for kind in get_args(AxisKind) if all(_has_axis(history, kind) for history in logged)]
+    panels = [_panel(key, histories, axes) for key in panels_of(histories)]
+    if not panels:
+        return None
+    return {
+        "runs": [history.name for history in histories],
+        "axes": [[kind, AXIS_LABELS[kind]] for kind in axes],
+        "panels": panels,
+    }
+
+
+def _panel(key: str, histories: Sequence[History], axes: Sequence[AxisKind]) -> dict[str, Any]:
+    factor = PANELS[key][1] if key in PANELS else 1.0
+    series = []
+    for run, history in enumerate(histories):
+        rows = _thinned([row for row in history.rows if row.get(key) is not None])
+        if not rows:
+            continue
+        bounds = {
+            name: [_round(row[f"{key}/{name}"]) for row in rows]
+            for name in ("chance", "floor")
+            if all(row.get(f"{key}/{name}") is not None for row in rows)
+        }
+        places = {kind: history.axis(kind) for kind in axes}
+        series.append(
+            {
+                "run": run,
+                "x": {kind: [_round(place(row)) for row in rows] for kind, place in places.items()},
+                "y": [_round(factor * row[key]) for row in rows],
+                "bounds": bounds,
+            }
+        )
+    return {"key": key, "title": title_of(key), "noisy": key not in PANELS or key in NOISY, "series": series}
+
+
+def _has_axis(history: History, kind: AxisKind) -> bool:
+    try:
+        history.axis(kind)
+    except ValueError:
+        return False
+    return True
+
+
+def _thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most about MOST_POINTS rows at even steps, the last among them."""
+    step = -(-len(rows) // MOST_POINTS) if rows else 1
+    return [row for i, row in enumerate(rows) if (len(rows) - 1 - i) % step == 0]
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.7g}")

@@ -1,44 +1,58 @@
-"""The paper's first figures on any data: how images are mixed, and what the targets are. N: images in a batch."""
+"""How images are mixed, and which targets follow: the paper's first figures on any data. N: images in a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from patchmix.mixing import Mixed, overlap
+from patchmix.data.sources import open_source
+from patchmix.mixing import Mixed, create_mix, overlap
 from patchmix.mixing.patchmix import PatchMix, owners, share
-from patchmix.report.curves import curves_figure
-from patchmix.report.style import COLORS, MATRIX, style
-
-__all__ = ["curves_figure", "mix_figure", "mixed_figure", "share_targets_figure", "share_text", "targets_figure"]
+from patchmix.report.gallery import crop_batch, spread
+from patchmix.report.style import COLORS, MATRIX, check_suffix, outline, picture, style, write
+from patchmix.settings import ShowMix
 
 NUMBERED_PATCHES = 64  # up to here the owner's number stands in each patch
 NUMBERED_CELLS = 400  # up to here each cell of a target matrix says its value
 
 
-def mix_figure(images: Tensor, *, patch_size: int, num_mix: int = 3, seed: int = 0) -> Figure:
-    """PatchMix of a batch: originals above, mixed images below. images: uint8 (N, H, W, 3)."""
-    return mixed_figure(images, PatchMix(patch_size, num_mix, torch.Generator().manual_seed(seed)))[0]
+def show_mix(settings: ShowMix) -> list[Path]:
+    """Draws originals, their mixes and, in a second file, the three target matrices."""
+    check_suffix(settings.out)
+    if settings.images < 2:
+        raise ValueError(f"{settings.images} image can't be mixed; take at least 2")
+    source = open_source(settings.data, "train", cache_bytes=0, progress=False)
+    images = crop_batch(source, spread(len(source), settings.images), settings.size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        if settings.mix == "patchmix":
+            figure, _ = mix_figure(images, PatchMix(settings.patch_size, settings.num_mix))
+            targets = targets_figure(max(9, 2 * settings.num_mix - 1), settings.num_mix)
+        else:
+            figure, mixed = mix_figure(images, create_mix(settings.mix, patch_size=settings.patch_size))
+            targets = share_targets_figure(mixed.share.float())
+    out = settings.out
+    return write({out: figure, out.with_name(f"{out.stem}-targets{out.suffix}"): targets})
 
 
-def mixed_figure(images: Tensor, mix: Callable[[Tensor], Mixed]) -> tuple[Figure, Mixed]:
-    """Originals above, mixed images below with the share of each original, for any mix; and what the mix returned.
+def mix_figure(images: Tensor, mix: Callable[[Tensor], Mixed]) -> tuple[Figure, Mixed]:
+    """Originals above, mixed images with their shares below, for any mix; and what the mix returned.
 
-    images: uint8 (N, H, W, 3); the mix gets them as float (N, 3, H, W) in [0, 1]. After PatchMix every patch is framed
-    in its owner's colour and, where there is room, numbered; other mixes show their shares only.
+    images: uint8 (N, H, W, 3); the mix gets them as float (N, 3, H, W) in [0, 1]. PatchMix's patches are framed in the
+    color of their original and, where there is room, numbered.
     """
     n = len(images)
     batch = images.permute(0, 3, 1, 2).float() / 255
     if isinstance(mix, PatchMix):
         mixed, owner = _mix_and_owners(mix, batch)
         name = f"PatchMix of {len(mixed.share[0].nonzero())} images"
-        title = f"{name}: each patch is framed in the colour of its original"
+        title = f"{name}: each patch is framed in the color of its original"
     else:
         mixed, owner = mix(batch), None
         title = f"{type(mix).__name__}: the share of each original stands above each mixed image"
@@ -98,7 +112,7 @@ def share_targets_figure(
 
 
 def share_text(row: Tensor) -> str:
-    """A mixed image's shares in words: "1/3 each of 0, 1, 2", "0.62 of 0, 0.38 of 3". row: (N,), sums to 1."""
+    """A mixed image's shares in words, such as "1/3 each of 0, 1, 2", "0.62 of 0, 0.38 of 3". row: (N,), sums to 1."""
     groups: dict[str, list[int]] = {}
     parts = next((m for m in range(1, 17) if all(abs(m * s - round(m * s)) < 1e-4 for s in row.tolist())), None)
     for j in sorted(range(len(row)), key=lambda j: -row[j].item()):
@@ -115,25 +129,8 @@ def share_text(row: Tensor) -> str:
 
 
 def owner_color(index: int) -> str:
-    """The colour of original `index`; colours repeat after eight, which is why patches are numbered, too."""
+    """The color of original `index`; colors repeat after eight, so patches are numbered, too."""
     return COLORS[index % len(COLORS)]
-
-
-def picture(axis: Axes, image: np.ndarray, title: str = "") -> None:
-    """An image without axes, a small title above it. image: (H, W, 3), uint8 or floats in [0, 1]."""
-    axis.imshow(image, interpolation="nearest" if max(image.shape[:2]) < 128 else "antialiased")
-    axis.set_title(title, fontsize=7)
-    axis.set_axis_off()
-
-
-def short(name: str, length: int) -> str:
-    """A run's name in at most `length` characters: a title must not run into its neighbour."""
-    return name if len(name) <= length else f"{name[: length - 1]}…"
-
-
-def outline(axis: Axes, color: str, *, width: float = 2) -> None:
-    """A coloured frame around the picture in `axis`."""
-    axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, fill=False, edgecolor=color, linewidth=width))
 
 
 def _mix_and_owners(mix: PatchMix, batch: Tensor) -> tuple[Mixed, Tensor]:

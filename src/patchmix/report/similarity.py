@@ -1,4 +1,4 @@
-"""How similar images are to each other, and to which (the paper's "Inter-Instance Similarity Visualization").
+"""How similar a query is to some keys (the paper's "Inter-Instance Similarity Visualization").
 
 Shapes: N images, D = the encoder's width. Similarity s is the cosine of two features.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,10 +18,39 @@ from torch import Tensor
 
 from patchmix.evaluate.features import check_finite
 from patchmix.evaluate.knn import TEMPERATURE
-from patchmix.report.figures import outline, picture, short
-from patchmix.report.style import COLORS, style
+from patchmix.report.gallery import Gallery, load_all, load_gallery, spread
+from patchmix.report.style import COLORS, check_suffix, outline, picture, short, style, write
+from patchmix.settings import ShowSimilarity
 
 KIND_COLORS = {"same class": COLORS[0], "related class": COLORS[1], "another class": COLORS[3], "key": COLORS[0]}
+
+
+def show_similarity(settings: ShowSimilarity) -> list[Path]:
+    """Draws queries, keys and bars of normalized similarity, a panel for each run."""
+    check_suffix(settings.out)
+    gallery = load_gallery(load_all(settings.runs), settings.data, settings.images, device=settings.device)
+    queries = gallery.queries(settings.query, settings.queries)
+    keys = gallery.rows(settings.key, "key")
+    return write({settings.out: gallery_similarity(gallery, queries, keys=keys, related=settings.related)})
+
+
+def gallery_similarity(
+    gallery: Gallery, queries: Sequence[int], *, keys: Sequence[int] = (), related: int | None = None
+) -> Figure:
+    """The similarity figure of some rows of a gallery; without `keys` they are chosen by `choose_keys`."""
+    vectors = [vectors for _, vectors in gallery.runs]
+    comparisons = [
+        describe_keys(query, keys, gallery.labels)
+        if keys
+        else choose_keys(query, gallery.labels, vectors, related=related)
+        for query in queries
+    ]
+    rows = [row for comparison in comparisons for row in (comparison.query, *comparison.keys)]
+    names = {row: gallery.class_name(row) for row in rows}
+    return similarity_figure(comparisons, gallery.pictures(rows), gallery.runs, class_names=names)
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -28,9 +58,9 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return F.normalize(a.float(), dim=1).double() @ F.normalize(b.float(), dim=1).double().T
 
 
-def normalised(similarity: Tensor, temperature: float = TEMPERATURE) -> Tensor:
-    """exp(s/τ′) / exp(1/τ′), in (0, 1]: 1 for the image itself."""
-    return torch.exp((similarity - 1) / temperature)
+def normalized(similarity: Tensor) -> Tensor:
+    """exp(s/τ′) / exp(1/τ′) with kNN's τ′, in (0, 1]: 1 for the image itself."""
+    return torch.exp((similarity - 1) / TEMPERATURE)
 
 
 def nearest(vectors: Tensor, queries: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
@@ -40,7 +70,7 @@ def nearest(vectors: Tensor, queries: Sequence[int], k: int) -> tuple[Tensor, Te
     """
     n = len(vectors)
     if not 1 <= k < n:
-        raise ValueError(f"{k} neighbours are asked for; with {n} images it must lie between 1 and {n - 1}")
+        raise ValueError(f"k is {k}; with {n} images it must lie between 1 and {n - 1}")
     check_finite(vectors, "the images")
     places, values = [], []
     for start in range(0, len(queries), 1024):
@@ -67,15 +97,13 @@ def choose_keys(
 ) -> Comparison:
     """Keys as in the paper's figure: in the middle one of the query's class, beside it two of a related class.
 
-    The related class is `related`, or the one whose mean feature is nearest to that of the query's class, averaged over
-    the encoders in `vectors`, (N, D) each. The `others` are one each of the remaining classes, far ones first. Within a
-    class the first image that is not the query is taken, so that no encoder is favoured. Without labels the keys are
-    spread evenly over the set.
+    The related class is `related`, or the one whose mean feature is nearest, averaged over the encoders in `vectors`,
+    (N, D) each. The `others` are one each of the remaining classes. Of a class the first image is taken, so that no
+    encoder is favored. Without labels the keys are spread evenly over the set.
     """
     n = len(vectors[0])
     if labels is None:
-        spread = [int(i) for i in np.linspace(0, n - 1, min(n, others + 4)).round() if int(i) != query]
-        keys = tuple(spread[: others + 3])
+        keys = tuple(i for i in spread(n, others + 4) if i != query)[: others + 3]
         return Comparison(query, keys, ("key",) * len(keys))
     own = int(labels[query])
     order = _classes_by_nearness(own, labels, vectors)
@@ -110,9 +138,8 @@ def similarity_figure(
     runs: Sequence[tuple[str, Tensor]],
     *,
     class_names: dict[int, str] | None = None,
-    temperature: float = TEMPERATURE,
 ) -> Figure:
-    """A row for each query: the query, its keys, and for each run a panel of bars of the normalised similarity.
+    """A row for each query: the query, its keys, and for each run a panel of bars of the normalized similarity.
 
     pictures: by position, uint8 (height, width, 3). runs: name and features (N, D). class_names: by position.
     """
@@ -133,7 +160,7 @@ def similarity_figure(
             for r, (name, vectors) in enumerate(runs):
                 axis = figure.add_subplot(cells[2 + most + 2 * r])
                 chosen = vectors[list(comparison.keys)]
-                heights = normalised(cosine(vectors[[comparison.query]], chosen)[0], temperature)
+                heights = normalized(cosine(vectors[[comparison.query]], chosen)[0])
                 colors = [KIND_COLORS[kind] for kind in comparison.kinds]
                 bars = axis.bar(range(1, len(heights) + 1), heights.numpy(), color=colors)
                 axis.bar_label(bars, fmt="%.2f", fontsize=5, padding=1)
@@ -145,7 +172,7 @@ def similarity_figure(
         handles = [Patch(color=KIND_COLORS[kind], label=kind) for kind in kinds]
         figure.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=8, bbox_to_anchor=(0.5, 0.0))
         top = 1 - 0.4 / figure.get_figheight()
-        figure.suptitle(f"normalised similarity exp(s/τ′)/exp(1/τ′), τ′ = {temperature:g}", y=1.0)
+        figure.suptitle(f"normalized similarity exp(s/τ′)/exp(1/τ′), τ′ = {TEMPERATURE:g}", y=1.0)
         figure.subplots_adjust(top=top - 0.25 / figure.get_figheight(), bottom=0.3 / figure.get_figheight())
     return figure
 

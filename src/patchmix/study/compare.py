@@ -1,4 +1,4 @@
-"""Runs side by side: what each was judged to be worth, and what the paper reports for the same training."""
+"""The results of runs side by side, and the recipes, with what the paper reports for the same training."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich.table import Table
 from patchmix.config import Config, differences, from_yaml
 from patchmix.evaluate.results import FILE, Result, read_results
 from patchmix.recipes import PAPER_ROWS, RECIPES, PaperRow
+from patchmix.settings import Compare, Recipes
+from patchmix.study.flops import config_flops
 
 PROTOCOLS = {
     "knn": "kNN",
@@ -20,13 +22,13 @@ PROTOCOLS = {
     "finetune": "fine-tune",
     "detect": "box / mask AP",
 }
-# What may differ from the recipe without making it another training.
+# Settings that may differ from the recipe's in the same training.
 _FREE = ("data.", "train.seed:", "train.accumulate:", "train.precision:")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One set of weights judged on one set of data. None: not known, or not evaluated."""
+    """One set of weights, evaluated on one set of data. None: not known, or not evaluated."""
 
     run: str
     recipe: str | None
@@ -46,11 +48,18 @@ class Row:
         return round(float(getattr(self.paper, protocol)) / 100, 6)
 
 
-def compare(runs: Iterable[str | Path]) -> list[Row]:
+def compare(settings: Compare, console: Console | None = None) -> list[Row]:
+    """Prints the results of runs side by side."""
+    rows = read_rows(settings.runs)
+    print_rows(rows, console or Console())
+    return rows
+
+
+def read_rows(runs: Iterable[str | Path]) -> list[Row]:
     """One row for each run, data set and set of weights; results of different weights are never mixed in a row.
 
-    A run is a folder with config.yaml, results.jsonl or both. A run without results has a row, too. The paper's numbers
-    stand where recipe, model, data and epochs are the paper's, and nothing that changes the training was overridden.
+    A run is a folder with config.yaml, results.jsonl or both. The paper's numbers are added where recipe, model, data
+    and epochs are the paper's, and no other setting of the training was changed.
     """
     folders = [Path(run) for run in runs]
     if not folders:
@@ -69,7 +78,7 @@ def _rows(folder: Path) -> list[Row]:
         groups.setdefault((result.data, result.weights), {})[result.protocol] = result
     if not groups:
         return [_row(folder, config, None, None, {})]
-    return [_row(folder, config, data, weights, found) for (data, weights), found in groups.items()]
+    return [_row(folder, config, data, weights, latest) for (data, weights), latest in groups.items()]
 
 
 def _row(folder: Path, config: Config | None, data: str | None, weights: str | None, results: dict[str, Result]) -> Row:
@@ -107,12 +116,11 @@ def _set_name(data: str) -> str:
     return Path(data).name
 
 
-# ---------------------------------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------------------------------------------------------- tables
 
 
-def print_comparison(rows: Sequence[Row], console: Console | None = None) -> None:
-    """A column for each row: what it is, then top-1 in % with its 95 % interval, and the paper's number if any."""
-    console = console or Console()
+def print_rows(rows: Sequence[Row], console: Console) -> None:
+    """A table with a column for each row: what it is, top-1 in % with its 95 % interval, and the paper's number."""
     table = Table(caption="top-1 % with its 95 % interval, AP % of detectors; the paper's number for the same training")
     table.add_column("run", no_wrap=True)
     for row in rows:
@@ -123,10 +131,10 @@ def print_comparison(rows: Sequence[Row], console: Console | None = None) -> Non
         "trained on": [row.pretrained_on for row in rows],
         "for": [_length(row) for row in rows],
         "weights": [row.weights and row.weights[:8] for row in rows],
-        "judged on": [row.data for row in rows],
+        "evaluated on": [row.data for row in rows],
     }
     for name, cells in lines.items():
-        table.add_row(name, *(cell or "–" for cell in cells), end_section=name == "judged on")
+        table.add_row(name, *(cell or "–" for cell in cells), end_section=name == "evaluated on")
     for protocol, name in PROTOCOLS.items():
         if any(protocol in row.results for row in rows):
             table.add_row(name, *(_cell(row, protocol) for row in rows), end_section=True)
@@ -148,3 +156,26 @@ def _cell(row: Row, protocol: str) -> str:
     if paper is not None:
         lines.append(f"paper {100 * paper:.1f}")
     return "\n".join(lines)
+
+
+def recipes(settings: Recipes, console: Console | None = None) -> None:
+    """Prints every recipe × row of the paper, with its cost and the paper's accuracy."""
+    console = console or Console()
+    for name, recipe in RECIPES.items():
+        summary = " ".join((recipe.__doc__ or "").split("\n\n")[0].split())
+        console.print(f"[bold]{name}[/bold]: {summary}", soft_wrap=True)
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for column in ("data", "model", "epochs", "GF/image", "EFLOPs", "kNN", "linear", "tune"):
+            table.add_column(column, justify="left" if column in ("data", "model") else "right", no_wrap=True)
+        rows = PAPER_ROWS if name != "demo" else (PaperRow("shapes", 10_000, recipe().model.name, 12, 0, 0, 0),)
+        for row in rows:
+            flops = config_flops(recipe(row.model, epochs=float(row.epochs))) or 0
+            costs = [f"{flops / 1e9:.1f}", f"{flops * row.images * row.epochs / 1e18:.3g}"]
+            paper = [f"{value:.1f}" for value in (row.knn, row.linear, row.finetune)] if name == "paper" else []
+            table.add_row(row.data, row.model, str(row.epochs), *costs, *paper)
+        console.print(table)
+    console.print(
+        "GF: 10⁹ FLOPs of training per image, forward and backward over all views, with attention; EFLOPs: 10¹⁸, of "
+        "the whole training. kNN, linear and tune (fine-tuning): accuracies in % that the paper reports.",
+        soft_wrap=True,
+    )

@@ -1,15 +1,14 @@
 """What one training iteration costs, for every method: in closed form, and counted while it runs.
 
-2 FLOPs a multiply-add, backward = 2 × forward. The paper's cost column (Table "cifar") counts linear and patch layers
-and heads at batch 2 and leaves out attention's two matrix products; `attention=True` adds them, and `class_token=True`
-leaves out what the last block would do for tokens that nobody uses. Norms, activations and the small products of
-embeddings with each other are left out of all.
+2 FLOPs per multiply-add, backward = 2 × forward. The paper's cost column (Table "cifar") counts linear and patch layers
+and heads at batch 2, without attention's two matrix products; `attention=True` adds them, and `class_token=True` leaves
+out what the last block would do for unused tokens. Norms, activations and the similarities are never counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from patchmix.build import build_weightless
+from patchmix.config import Config
 from patchmix.nn.vit import create_encoder
+from patchmix.settings import Flops
 
 METHODS = ("patchmix", "mocov3", "simclr", "byol", "swav", "dino", "ibot", "sdmp", "regioncl")
 MODELS = ("vit_tiny_patch2_32", "vit_small_patch2_32", "vit_base_patch2_32")
@@ -79,14 +81,14 @@ def encoder_parameters(sizes: Sizes) -> int:
 def encoder_flops(sizes: Sizes, *, attention: bool = False, class_token: bool = False) -> int:
     """One image through the ViT: patch embedding and blocks with an MLP of four times the width.
 
-    class_token: the last block works for the class token only, as it does here where nobody asks for the others.
+    class_token: the last block computes the class token only, as it does here where the others are not used.
     """
     tokens, d = sizes.patches + 1, sizes.dim
     embedding = 2 * sizes.patches * sizes.in_chans * sizes.patch_size**2 * d
 
-    def block(asked: int) -> int:
-        linear = 2 * d * d * (2 * tokens + 10 * asked)  # keys and values 2d²; queries and projection 2d², MLP 8d²
-        scores = 2 * 2 * asked * tokens * d if attention else 0  # q·kᵀ and its product with v
+    def block(queries: int) -> int:
+        linear = 2 * d * d * (2 * tokens + 10 * queries)  # keys and values 2d²; queries and projection 2d², MLP 8d²
+        scores = 2 * 2 * queries * tokens * d if attention else 0  # q·kᵀ and its product with v
         return linear + scores
 
     return embedding + (sizes.depth - 1) * block(tokens) + block(1 if class_token else tokens)
@@ -97,58 +99,38 @@ def mlp_flops(*widths: int) -> int:
     return sum(2 * a * b for a, b in pairwise(widths))
 
 
-def projector_flops(sizes: Sizes) -> int:
-    return mlp_flops(sizes.dim, sizes.head_hidden, sizes.head_hidden, sizes.head_out)
-
-
-def predictor_flops(sizes: Sizes) -> int:
-    return mlp_flops(sizes.head_out, sizes.head_hidden, sizes.head_out)
-
-
-def patchmix_flops(sizes: Sizes, *, batch: int = 2, attention: bool = False) -> int:
-    """One training iteration: two online passes forward and backward, three momentum passes forward."""
-    key = encoder_flops(sizes, attention=attention) + projector_flops(sizes)
-    query = key + predictor_flops(sizes)
-    return batch * (2 * 3 * query + 3 * key)
-
-
 @dataclass(frozen=True)
 class Iteration:
     """FLOPs and passes of one image in one iteration."""
 
     online_views: int  # through encoder and heads, forward and backward
     momentum_views: int  # forward only
-    local_views: int  # online passes of local crops, for each of them
+    local_views: int  # online passes per local crop
     online_head: int  # FLOPs of the heads for one online view
     momentum_head: int
-    extra_online: int = 0  # heads beyond one a view: patch tokens, regions
+    extra_online: int = 0  # heads of patch tokens and regions
     extra_momentum: int = 0
-    online_all_tokens: int = 0  # of the online views, those whose patch tokens are used, too
+    online_all_tokens: int = 0  # online views whose patch tokens are used, too
     momentum_all_tokens: int = 0
 
 
 def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = None) -> Iteration:
-    """What each method does; `options` are its own, where they differ from its defaults.
-
-    The heads of PatchMix, MoCo v3, SDMP and RegionCL are those of `sizes`, unless the options say otherwise.
-    """
+    """What each method computes; `options` are its own, where they differ from its defaults."""
     given = dict(options or {})
     d = sizes.dim
-    if method in ("patchmix", "mocov3", "sdmp", "regioncl"):
-        heads = {key: given[key] for key in ("head_hidden", "head_out") if key in given}
-        sizes = replace(sizes, **heads)
-    project = projector_flops(sizes)
-    query = project + predictor_flops(sizes)
 
     def widths(hidden: int, out: int) -> tuple[int, int]:
         return given.get("head_hidden", hidden), given.get("head_out", out)
 
-    def distil(prototypes: int) -> tuple[int, int]:
+    def distill(prototypes: int) -> tuple[int, int]:
         """Of one token: to the bottleneck, and from there to the prototypes."""
         hidden, out = widths(2048, prototypes)
         bottleneck = given.get("head_bottleneck", 256)
         return mlp_flops(d, hidden, hidden, bottleneck), mlp_flops(bottleneck, out)
 
+    hidden, out = widths(sizes.head_hidden, sizes.head_out)  # of PatchMix, MoCo v3, SDMP and RegionCL
+    project = mlp_flops(d, hidden, hidden, out)
+    query = project + mlp_flops(out, hidden, out)
     if method == "patchmix":
         return Iteration(2, 3, 2, query, project)
     if method == "mocov3":
@@ -166,9 +148,9 @@ def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = Non
     if method == "swav":
         return Iteration(2, 0, 1, mlp_flops(d, *widths(2048, 128), given.get("prototypes", 3000)), 0)
     if method == "dino":
-        return Iteration(2, 2, 1, sum(distil(65536)), sum(distil(65536)))
+        return Iteration(2, 2, 1, sum(distill(65536)), sum(distill(65536)))
     if method == "ibot":
-        embed, score = distil(8192)
+        embed, score = distill(8192)
         share = given.get("mask_probability", 0.5) * sum(given.get("mask_ratio", (0.1, 0.5))) / 2
         masked = 2 * round(share * sizes.patches)
         teacher = 2 * sizes.patches * embed + masked * score
@@ -190,12 +172,12 @@ def method_flops(
 ) -> int:
     """One training iteration of a method, in closed form; see `encoder_flops` and `iteration`.
 
-    With `attention` and `class_token` it is what runs here; without, it is counted as the paper does.
-    `patch_heads=False` leaves out what iBOT's head does for patch tokens, as the paper's column seems to.
+    With `attention` and `class_token` it is what runs here; without, it is the paper's count. `patch_heads=False`
+    leaves out iBOT's head on patch tokens, as the paper's column seems to.
     """
     steps = iteration(method, sizes, options)
     view = encoder_flops(sizes, attention=attention, class_token=class_token)
-    rest = encoder_flops(sizes, attention=attention) - view  # of a view whose other tokens are needed, too
+    rest = encoder_flops(sizes, attention=attention) - view  # of a view whose other tokens are used, too
     crop = encoder_flops(replace(sizes, image_size=local_size), attention=attention, class_token=class_token)
     online = steps.online_views * (view + steps.online_head) + steps.online_all_tokens * rest
     online += local_crops * steps.local_views * (crop + steps.online_head)
@@ -205,12 +187,25 @@ def method_flops(
     return batch * (3 * online + momentum)
 
 
+def config_flops(config: Config) -> int | None:
+    """FLOPs of a training step per image, as it runs here; None where no closed form is known."""
+    model, views = config.model, config.views
+    try:
+        sizes = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
+        sizes = replace(sizes, dim=model.dim or sizes.dim, depth=model.depth or sizes.depth, in_chans=model.in_chans)
+        crops = {"local_crops": views.local_crops, "local_size": views.local_size}
+        as_run: dict[str, Any] = {"attention": True, "class_token": True, **crops}
+        return method_flops(config.method.name, sizes, options=asdict(config.method.options), batch=1, **as_run)
+    except ValueError:  # another project's method or model
+        return None
+
+
 # -------------------------------------------------------------------------------------------------------- counted
 
 
 @dataclass(frozen=True)
 class Counted:
-    """FLOPs that torch counted: matrix products and convolutions, and of these what attention's products take."""
+    """FLOPs that torch counted: matrix products and convolutions; `attention` is the part of attention's products."""
 
     forward: int
     backward: int
@@ -222,9 +217,9 @@ class Counted:
 
 
 def count_flops(method: nn.Module, views: Sequence[Tensor]) -> Counted:
-    """Runs one pass forward and backward under torch's counter. Real products on a real device: keep it small.
+    """Runs one pass forward and backward under torch's counter.
 
-    The count of backward is lower than 2 × forward by what nobody needs: gradients of images and frozen layers.
+    Backward is a little less than 2 × forward: images and frozen layers need no gradients.
     """
     with sdpa_kernel(SDPBackend.MATH):  # attention as plain products, which the counter sees on any device
         with FlopCounterMode(display=False) as forward:
@@ -253,7 +248,7 @@ class FlopsRow:
     parameters: int  # of the encoder
     paper: float | None
     linear: int  # by the paper's way of counting
-    full: int  # what runs here: with attention, all heads, and of the last block only what is needed
+    full: int  # what runs here: with attention, all heads, and of the last block only what is used
 
     @property
     def difference(self) -> float | None:
@@ -294,34 +289,24 @@ def flops_table(
     return rows
 
 
-def print_flops(
-    method: str | None = None,
-    model: str | None = None,
-    *,
-    batch: int = 2,
-    image_size: int | None = None,
-    local_crops: int | None = None,
-    local_size: int | None = None,
-    build: Callable[[FlopsRow], tuple[nn.Module, Sequence[Tensor]]] | None = None,
-    console: Console | None = None,
-) -> None:
-    """Parameters and FLOPs of one iteration, for one method and model or for all of the paper's.
-
-    `build(row)` may give a method and its views: then what torch counts for them is printed, too, and – where the work
-    depends on values that weightless tensors do not have.
-    """
-    console = console or Console()
+def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
+    """Prints parameters and FLOPs of one iteration, for one method and model or for all of the paper's."""
     caption = "GFLOPs of one iteration; linear: the paper's way of counting; full: with attention and all heads"
-    gap = 1 if build else 2  # 80 columns are enough
-    table = Table(title=f"Cost of one iteration, batch {batch}", caption=caption, box=None, padding=(0, gap, 0, 0))
+    gap = 1 if settings.count else 2  # 80 columns are enough
+    title = f"Cost of one iteration, batch {settings.batch}"
+    table = Table(title=title, caption=caption, box=None, padding=(0, gap, 0, 0))
     columns = ["method", "model", "crops", "M par.", "paper", "linear", "off by", "full"]
-    for column in [*columns, "counted"] if build else columns:
+    for column in [*columns, "counted"] if settings.count else columns:
         table.add_column(column, justify="left" if column in ("method", "model") else "right", no_wrap=True)
-    chosen = METHODS if method is None else (method,)
-    models = MODELS if model is None else (model,)
-    for row in flops_table(
-        chosen, models, batch=batch, image_size=image_size, local_crops=local_crops, local_size=local_size
-    ):
+    rows = flops_table(
+        (settings.method,) if settings.method else METHODS,
+        (settings.model,) if settings.model else MODELS,
+        batch=settings.batch,
+        image_size=settings.image_size,
+        local_crops=settings.local_crops,
+        local_size=settings.local_size,
+    )
+    for row in rows:
         cells = [
             row.method,
             row.model,
@@ -332,10 +317,18 @@ def print_flops(
             "–" if row.difference is None else f"{100 * row.difference:+.2f}%",
             f"{row.full / 1e9:.1f}",
         ]
-        if build:
-            try:
-                cells.append(f"{count_flops(*build(row)).total / 1e9:.1f}")
-            except DynamicOutputShapeException:
-                cells.append("–")
-        table.add_row(*cells)
-    console.print(table)
+        table.add_row(*cells, *([_counted(row, settings)] if settings.count else []))
+    (console or Console()).print(table)
+    return rows
+
+
+def _counted(row: FlopsRow, settings: Flops) -> str:
+    """What torch counts on tensors without values, in G; – where the work depends on values."""
+    crops = {"local_crops": row.local_crops, "local_size": row.local_size}
+    try:
+        method, views = build_weightless(
+            row.method, row.model, batch=settings.batch, image_size=settings.image_size, **crops
+        )
+        return f"{count_flops(method, views).total / 1e9:.1f}"
+    except DynamicOutputShapeException:
+        return "–"

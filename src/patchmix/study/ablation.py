@@ -1,4 +1,4 @@
-"""The paper's four ablations and the comparison of methods: which rows each has, and what a row changes."""
+"""The rows of the paper's four ablations and of the comparison of methods, with the paper's numbers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Paper = dict[str, tuple[float | None, float | None]]  # data → linear, kNN in 
 
 @dataclass(frozen=True)
 class AblationRow:
-    """One line of a table. What it does not say is the same in all lines."""
+    """One row of a table; everything else is the same in all rows."""
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     method: str | None = None  # None: the recipe's
-    terms: tuple[str, ...] | None = None  # those of the loss that count; None: all
+    terms: tuple[str, ...] | None = None  # of the loss; None: all
     length: float = 1.0  # share of the longest training
     paper: Paper = field(default_factory=dict)
 
@@ -47,8 +47,8 @@ def _paper(c10_linear: float | None, c10_knn: float | None, c100_linear: float, 
 
 _BASELINE, _FULL = _paper(89.8, 88.2, 66.0, 61.2), _paper(96.0, 94.6, 78.7, 75.4)
 
-# Table "mix". Its baseline has the numbers of M = 1 in Table "num_mix": images that are mixed with nothing. Mixup and
-# CutMix alone are ours; the paper has the two together.
+# Table "mix". Its baseline has the numbers of M = 1 in Table "num_mix", no mix at all. The paper has Mixup and CutMix
+# only together.
 MIX = (
     AblationRow("baseline", {"mix": "patchmix", "num_mix": 1}, paper=_BASELINE),
     AblationRow("mixup", {"mix": "mixup"}),
@@ -76,7 +76,7 @@ LOSS_TERMS = (
     AblationRow("oto+mto+mtm", terms=("oto", "mto", "mtm"), paper=_FULL),
 )
 
-# Figure "epochs" is a drawing; of its lengths the tables print 800 and 1600, the half and the full one here.
+# Figure "epochs" has no numbers; the tables have those of 800 and 1600 epochs, here half and full.
 LENGTHS = (
     AblationRow("eighth", length=1 / 8),
     AblationRow("quarter", length=1 / 4),
@@ -115,5 +115,5 @@ def choose_rows(rows: Sequence[AblationRow], names: Sequence[str]) -> tuple[Abla
 
 
 def masked_weights(weights: Sequence[float], terms: Sequence[str]) -> tuple[float, ...]:
-    """The weights of the terms that count, 0 for the others."""
+    """The weights of the given terms, 0 for the others."""
     return tuple(weight if term in terms else 0.0 for term, weight in zip(TERMS, weights, strict=True))

@@ -1,17 +1,20 @@
-"""From parts to one inert file: this folder's template, style and scripts, all text escaped, a strict policy."""
+"""HTML for the report: escaped elements, tables and figures, and one self-contained page with a strict policy."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
+import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-SCRIPTS = ("dom.js", "ranking.js", "curves.js", "explorer.js", "main.js")  # each after those that it imports
+from matplotlib.figure import Figure
+
+SCRIPTS = ("dom.js", "curves.js", "explorer.js", "main.js")  # each after those that it imports
 
 
 class Markup(str):
@@ -33,14 +36,35 @@ def element(name: str, *content: str, **attributes: str | None) -> Markup:
 
 
 def join(*content: str) -> Markup:
-    """Pieces in a row; those that are not Markup are escaped."""
+    """Concatenates pieces; those that are not Markup are escaped."""
     return Markup("".join(piece if isinstance(piece, Markup) else html.escape(piece) for piece in content))
 
 
-def document(*, title: str, sections: Mapping[str, tuple[str, Markup]], data: Any, footer: str) -> str:
-    """The page. sections: by id, their heading and content. data: what the scripts read, as JSON holds it.
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = ()) -> Markup:
+    """A table that scrolls by itself where the page is narrow; columns in `numbers` are aligned to the right."""
 
-    The policy lets exactly this style and this script run and images come from inside the file; nothing is fetched.
+    def line(cell: str, texts: Sequence[str]) -> Markup:
+        scope = "col" if cell == "th" else None
+        kinds = ["number" if column in numbers else None for column in range(len(texts))]
+        cells = zip(texts, kinds, strict=True)
+        return element("tr", *(element(cell, text, class_=kind, scope=scope) for text, kind in cells))
+
+    whole = element("table", element("thead", line("th", head)), element("tbody", *(line("td", row) for row in rows)))
+    return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label="table")
+
+
+def embedded(figure: Figure, caption: str) -> Markup:
+    """A figure inside the page; its caption also describes it to screen readers."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+    source = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return element("figure", element("img", src=source, alt=caption), element("figcaption", caption), class_="picture")
+
+
+def document(*, title: str, sections: Mapping[str, tuple[str, Markup]], data: Any, footer: str) -> str:
+    """The page. sections: heading and content by id. data: what the scripts read, as JSON.
+
+    The policy allows this style, this script and images inside the file, and nothing else.
     """
     style, script = _read("page.css"), scripts()
     policy = (
@@ -53,14 +77,7 @@ def document(*, title: str, sections: Mapping[str, tuple[str, Markup]], data: An
         "title": title,
         "style": Markup(style),
         "navigation": element("ul", *entries),
-        "sections": join(
-            *(
-                element(
-                    "section", element("h2", heading, id=f"{key}-title"), body, id=key, aria_labelledby=f"{key}-title"
-                )
-                for key, (heading, body) in sections.items()
-            )
-        ),
+        "sections": join(*(_section(key, heading, body) for key, (heading, body) in sections.items())),
         "footer": footer,
         "data": Markup(inert_json(data)),
         "script": Markup(script),
@@ -68,8 +85,13 @@ def document(*, title: str, sections: Mapping[str, tuple[str, Markup]], data: An
     return re.sub(r"\{\{(\w+)\}\}", lambda match: str(join(parts[match[1]])), _read("page.html"))  # one pass only
 
 
+def _section(key: str, heading: str, body: Markup) -> Markup:
+    title = f"{key}-title"
+    return element("section", element("h2", heading, id=title), body, id=key, aria_labelledby=title)
+
+
 def inert_json(data: Any) -> str:
-    """JSON that can't end its script element or start a comment, whatever strings it holds."""
+    """JSON that can neither end its script element nor start a comment, whatever strings it has."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -82,7 +104,7 @@ def scripts() -> str:
 
 
 def _read(name: str) -> str:
-    return files("patchmix.report.page").joinpath(name).read_text(encoding="utf-8")
+    return files("patchmix.report").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:

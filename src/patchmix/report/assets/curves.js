@@ -130,10 +130,10 @@ class Panel {
   key(event) {
     const places = this.scale.lines[0]?.x.filter((x) => x >= this.scale.low && x <= this.scale.high) ?? [];
     const here = this.cursor === null ? -1 : nearestIndex(places, this.cursor);
-    const half = (this.scale.high - this.scale.low) / 4, centre = this.cursor ?? (this.scale.low + this.scale.high) / 2;
+    const half = (this.scale.high - this.scale.low) / 4, center = this.cursor ?? (this.scale.low + this.scale.high) / 2;
     const to = { ArrowRight: Math.min(here + 1, places.length - 1), ArrowLeft: Math.max(here - 1, 0), Home: 0, End: places.length - 1 }[event.key];
     if (to !== undefined) this.point(places[to]);
-    else if (event.key === "+") this.zoom([centre - half, centre + half]);
+    else if (event.key === "+") this.zoom([center - half, center + half]);
     else if (["-", "0", "Escape"].includes(event.key)) this.zoom(null);
     else return;
     event.preventDefault();

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from patchmix.evaluate.results import Result, append_result
-from patchmix.study.compare import compare, print_comparison
-from patchmix.study.reporting import facts_of, report_runs
+from patchmix.report.page import read_record, report
+from patchmix.settings import Compare, Report
+from patchmix.study.compare import compare
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def run(own_run: Path) -> Path:
 
 def test_detection_stands_beside_accuracies(run: Path) -> None:
     console = Console(record=True, width=100)
-    print_comparison(compare([run]), console)
+    compare(Compare((run,)), console)
     text = console.export_text()
     assert "50.00" in text
     assert "40.4 … 59.6" in text
@@ -30,17 +31,16 @@ def test_detection_stands_beside_accuracies(run: Path) -> None:
 
 
 def test_the_report_has_results_command_and_cost(run: Path) -> None:
-    page = report_runs([run], images=0).read_text()
+    page = report(Report((run,), images=0)).read_text()
     assert (run / "report.html").is_file()
     for word in ("51.9 / 46.1", "50.00", "--config", "kNN 50.0 %"):
         assert word in page
 
 
-def test_facts_of_a_run_and_of_anything_else(run: Path, tmp_path: Path) -> None:
-    facts = facts_of(run)
-    assert facts.command == f"patchmix pretrain shapes:64 --out runs/again --config {run / 'config.yaml'}"
-    assert facts.flops_per_image is not None and facts.flops_per_image > 1e6
-    assert facts.paper == {}  # the demo is not the paper's training
-    assert facts_of(tmp_path).command is None
+def test_a_run_has_a_command_a_cost_and_perhaps_the_papers_numbers(run: Path) -> None:
+    record = read_record(run)
+    assert record.command == f"patchmix pretrain shapes:64 --out runs/again --config {run / 'config.yaml'}"
+    assert record.history.flops_per_image is not None and record.history.flops_per_image > 1e6
+    assert record.paper == {}  # the demo is not the paper's training
     with pytest.raises(ValueError, match="give at least one run"):
-        report_runs([])
+        report(Report(()))

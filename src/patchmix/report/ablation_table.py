@@ -1,4 +1,4 @@
-"""What an ablation found: mean and interval of every row, as a table, as files and as a figure."""
+"""The table of an ablation: mean and interval of every row, printed, as files and as a figure."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rich.table import Table
 from patchmix.evaluate.results import Result
 from patchmix.files import replacing, write_text
 from patchmix.report.style import COLORS, style
-from patchmix.study.ablation_rows import TITLES, AblationRow
+from patchmix.study.ablation import TITLES, AblationRow
 
-JUDGES = {"knn": "kNN", "linear-fast": "linear"}  # protocol → what tables call it
-HEALTH = {"rank": "rank", "mean_cosine": "cosine"}  # shown where there are no labels
-MARKERS = "os^D"  # a colour that comes again has another one
+PROTOCOLS = {"knn": "kNN", "linear-fast": "linear"}  # protocol → its name in tables
+HEALTH = {"rank": "rank", "mean_cosine": "cosine"}  # where there are no labels
+MARKERS = "os^D"  # another one each time that the colors repeat
 
 
 @dataclass(frozen=True)
-class Trained:
-    """One row with one seed: its folder and what is known of it. `failure` says why it has no encoder."""
+class AblationRun:
+    """One row with one seed. `failure`: why it has no encoder."""
 
     row: str
     seed: int
@@ -58,18 +58,18 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Ablated:
+class AblationTable:
     """An ablation so far: its rows in order, and the runs that are finished or have failed."""
 
     ablation: str
     rows: Sequence[AblationRow]
     seeds: Sequence[int]
     data: str
-    judged_on: str | None  # None: nothing has labels
-    training: str  # what all rows have in common, in words
-    runs: Sequence[Trained]
+    evaluated_on: str | None  # None: nothing has labels
+    training: str  # what all rows have in common, as text
+    runs: Sequence[AblationRun]
 
-    def of(self, row: AblationRow) -> list[Trained]:
+    def of(self, row: AblationRow) -> list[AblationRun]:
         return [run for run in self.runs if run.row == row.name]
 
 
@@ -111,12 +111,13 @@ def t_share(t: float, freedom: int) -> float:
     return 2 / math.pi * (theta + total) if odd else total
 
 
-def interval_words(table: Ablated) -> str:
-    """Which interval stands in the table."""
-    counts = {found.seeds for row in table.rows for judge in JUDGES if (found := _judged(table, row, judge))}
+def interval_text(table: AblationTable) -> str:
+    """Which interval the table has."""
+    estimates = [_estimate(table, row, protocol) for row in table.rows for protocol in PROTOCOLS]
+    counts = {each.seeds for each in estimates if each is not None}
     one, several = "Wilson's for the test images", "Student's t over the seeds"
     if counts == {1}:
-        return f"±: 95 % interval, {one} (one seed: it says nothing of other seeds)"
+        return f"±: 95 % interval, {one} (one seed; it does not cover other seeds)"
     if 1 in counts:
         return f"±: 95 % interval, {several}; of rows with one seed {one}"
     return f"±: 95 % interval, {several}"
@@ -125,12 +126,12 @@ def interval_words(table: Ablated) -> str:
 # --------------------------------------------------------------------------------------------------------- the table
 
 
-def columns(table: Ablated) -> list[str]:
-    judges = list(JUDGES.values()) if table.judged_on is not None else list(HEALTH.values())
-    return ["row", "seeds", "images", "GF/image", "seconds", *judges]
+def columns(table: AblationTable) -> list[str]:
+    scores = PROTOCOLS if table.evaluated_on is not None else HEALTH
+    return ["row", "seeds", "images", "GF/image", "seconds", *scores.values()]
 
 
-def cells(table: Ablated, row: AblationRow) -> list[str]:
+def cells(table: AblationTable, row: AblationRow) -> list[str]:
     runs = table.of(row)
     done = [run for run in runs if run.failure is None]
     failed = len(runs) - len(done)
@@ -140,26 +141,26 @@ def cells(table: Ablated, row: AblationRow) -> list[str]:
         _number([_giga(run.flops_per_image) for run in done], ".3g"),
         _number([run.seconds for run in done], ",.0f"),
     ]
-    if table.judged_on is None:
+    if table.evaluated_on is None:
         return texts + [_number([run.health.get(name) for run in done], ".3g") for name in HEALTH]
-    found = [_judged(table, row, judge) for judge in JUDGES]
-    return texts + ["–" if each is None else each.text for each in found]
+    estimates = [_estimate(table, row, protocol) for protocol in PROTOCOLS]
+    return texts + ["–" if each is None else each.text for each in estimates]
 
 
-def print_table(table: Ablated, console: Console) -> None:
-    caption = interval_words(table) if table.judged_on is not None else "rank, mean cosine of pairs: no labels"
-    shown = Table(title=f"{TITLES[table.ablation]}: {table.data}", caption=caption, box=None, padding=(0, 2, 0, 0))
+def print_table(table: AblationTable, console: Console) -> None:
+    caption = interval_text(table) if table.evaluated_on is not None else "rank, mean cosine of pairs: no labels"
+    printed = Table(title=f"{TITLES[table.ablation]}: {table.data}", caption=caption, box=None, padding=(0, 2, 0, 0))
     for name in columns(table):
-        shown.add_column(name, justify="left" if name == "row" else "right", no_wrap=True)
+        printed.add_column(name, justify="left" if name == "row" else "right", no_wrap=True)
     for row in table.rows:
-        shown.add_row(*cells(table, row), style="red" if any(run.failure for run in table.of(row)) else None)
-    console.print(shown)
+        printed.add_row(*cells(table, row), style="red" if any(run.failure for run in table.of(row)) else None)
+    console.print(printed)
 
 
 # --------------------------------------------------------------------------------------------------------- the files
 
 
-def write_table(table: Ablated, folder: Path) -> list[Path]:
+def write_table(table: AblationTable, folder: Path) -> list[Path]:
     """ablation.md, .csv, .json and .png, each whole or as it was before."""
     paths = [folder / f"ablation{ending}" for ending in (".md", ".csv", ".json", ".png")]
     write_text(paths[0], markdown(table))
@@ -171,23 +172,20 @@ def write_table(table: Ablated, folder: Path) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-def markdown(table: Ablated) -> str:
+def markdown(table: AblationTable) -> str:
     names = columns(table)
     lines = [f"# {TITLES[table.ablation]}", "", f"Trained on {table.data}: {table.training}.", ""]
     lines += [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     lines += [f"| {' | '.join(cells(table, row))} |" for row in table.rows]
     lines += [""]
-    if table.judged_on is None:
-        lines += ["Nothing has labels: effective rank and mean cosine of the features at the end of the training."]
+    if table.evaluated_on is None:
+        lines += ["There are no labels: effective rank and mean cosine of the features at the end of the training."]
     else:
-        lines += [f"Top-1 accuracy in % on {table.judged_on}; {interval_words(table)}."]
-    lines += ["images: seen in training, with repetition; GF: 10⁹ FLOPs of training an image, forward and backward."]
+        lines += [f"Top-1 accuracy in % on {table.evaluated_on}; {interval_text(table)}."]
+    lines += ["images: seen in training, with repetition; GF: 10⁹ FLOPs of training per image, forward and backward."]
     lines += [f"{run.row}, seed {run.seed}, failed: {run.failure}." for run in table.runs if run.failure]
     if any(row.paper for row in table.rows):
-        lines += [
-            "",
-            "What the paper reports (ViT-S/2, its own protocol and length; –: not in it, NA: no convergence):",
-        ]
+        lines += ["", "The paper's numbers (ViT-S/2, its protocol and length; –: not in it, NA: no convergence):"]
         lines += ["", "| row | CIFAR-10 kNN | linear | CIFAR-100 kNN | linear |", "|---|---|---|---|---|"]
         for row in table.rows:
             pairs = [row.paper.get(data) for data in ("cifar10", "cifar100")]
@@ -196,7 +194,7 @@ def markdown(table: Ablated) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comma_separated(table: Ablated) -> str:
+def comma_separated(table: AblationTable) -> str:
     """One line a row; accuracies in 0…1."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(_entry(table, table.rows[0])), lineterminator="\n")
@@ -206,21 +204,21 @@ def comma_separated(table: Ablated) -> str:
     return out.getvalue()
 
 
-def as_dict(table: Ablated) -> dict[str, Any]:
+def as_dict(table: AblationTable) -> dict[str, Any]:
     """Everything, also the single runs."""
     rows = [{**_entry(table, row), "runs": [asdict(run) for run in table.of(row)]} for row in table.rows]
     return {
         "ablation": table.ablation,
         "data": table.data,
-        "judged_on": table.judged_on,
+        "evaluated_on": table.evaluated_on,
         "training": table.training,
         "seeds": list(table.seeds),
-        "interval": interval_words(table) if table.judged_on is not None else None,
+        "interval": interval_text(table) if table.evaluated_on is not None else None,
         "rows": rows,
     }
 
 
-def _entry(table: Ablated, row: AblationRow) -> dict[str, Any]:
+def _entry(table: AblationTable, row: AblationRow) -> dict[str, Any]:
     runs = table.of(row)
     done = [run for run in runs if run.failure is None]
     entry: dict[str, Any] = {
@@ -231,8 +229,8 @@ def _entry(table: Ablated, row: AblationRow) -> dict[str, Any]:
         "flops_per_image": _mean([run.flops_per_image for run in done]),
         "seconds": _mean([run.seconds for run in done]),
     }
-    for judge, name in JUDGES.items():
-        found = _judged(table, row, judge)
+    for protocol, name in PROTOCOLS.items():
+        found = _estimate(table, row, protocol)
         for part in ("mean", "low", "high"):
             entry[f"{name.lower()}_{part}"] = None if found is None else getattr(found, part)
     for name in HEALTH:
@@ -243,9 +241,9 @@ def _entry(table: Ablated, row: AblationRow) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------- the figure
 
 
-def ablation_figure(table: Ablated) -> Figure:
-    """A panel for each judge: rows as points with their intervals; over the cost for methods and lengths."""
-    names = JUDGES if table.judged_on is not None else HEALTH
+def ablation_figure(table: AblationTable) -> Figure:
+    """A panel for each protocol: rows as points with their intervals; over the cost for methods and lengths."""
+    names = PROTOCOLS if table.evaluated_on is not None else HEALTH
     with style():
         figure = Figure(figsize=(4.6 * len(names), 0.32 * len(table.rows) + 2.2))
         for axis, (key, title) in zip(figure.subplots(1, len(names), squeeze=False).flat, names.items(), strict=True):
@@ -253,13 +251,13 @@ def ablation_figure(table: Ablated) -> Figure:
                 _draw_over_cost(axis, table, key)
             else:
                 _draw_rows(axis, table, key)
-            axis.set_title(f"{title} accuracy (%)" if table.judged_on is not None else f"{title} of the features")
+            axis.set_title(f"{title} accuracy (%)" if table.evaluated_on is not None else f"{title} of the features")
         figure.suptitle(f"{TITLES[table.ablation]}: {table.data}", fontsize=10)
         figure.tight_layout()
     return figure
 
 
-def _draw_rows(axis: Axes, table: Ablated, key: str) -> None:
+def _draw_rows(axis: Axes, table: AblationTable, key: str) -> None:
     for place, row in enumerate(table.rows):
         point = _point(table, row, key)
         if point is not None:
@@ -270,7 +268,7 @@ def _draw_rows(axis: Axes, table: Ablated, key: str) -> None:
     axis.set_ylim(len(table.rows) - 0.5, -0.5)
 
 
-def _draw_over_cost(axis: Axes, table: Ablated, key: str) -> None:
+def _draw_over_cost(axis: Axes, table: AblationTable, key: str) -> None:
     by_length = table.ablation == "epochs"
     for i, row in enumerate(table.rows):
         done = [run for run in table.of(row) if run.failure is None]
@@ -283,27 +281,27 @@ def _draw_over_cost(axis: Axes, table: Ablated, key: str) -> None:
     if by_length:
         axis.set_xscale("log")
     else:
-        axis.set_xlim(left=0)  # so that the eye sees how much more one costs than another
-    axis.set_xlabel("images seen" if by_length else "GFLOPs of training an image")
+        axis.set_xlim(left=0)  # distances then show how much more one costs than another
+    axis.set_xlabel("images seen" if by_length else "GFLOPs of training per image")
     if axis.containers:
         axis.legend(fontsize=7)
 
 
 def look(number: int) -> tuple[str, str]:
-    """Colour and marker of one of many."""
+    """Color and marker of one of many."""
     return COLORS[number % len(COLORS)], MARKERS[number // len(COLORS) % len(MARKERS)]
 
 
-def _point(table: Ablated, row: AblationRow, key: str) -> tuple[float, float, float] | None:
+def _point(table: AblationTable, row: AblationRow, key: str) -> tuple[float, float, float] | None:
     """Value and interval as the figure shows them."""
-    if table.judged_on is not None:
-        found = _judged(table, row, key)
+    if table.evaluated_on is not None:
+        found = _estimate(table, row, key)
         return None if found is None else (100 * found.mean, 100 * found.low, 100 * found.high)
     value = _mean([run.health.get(key) for run in table.of(row) if run.failure is None])
     return None if value is None else (value, value, value)
 
 
-def _judged(table: Ablated, row: AblationRow, protocol: str) -> Estimate | None:
+def _estimate(table: AblationTable, row: AblationRow, protocol: str) -> Estimate | None:
     return estimate([run.results[protocol] for run in table.of(row) if protocol in run.results])
 
 

@@ -14,8 +14,17 @@ from rich.console import Console
 from scipy import stats
 
 from patchmix.evaluate.results import Result
-from patchmix.study.ablation_rows import choose_rows, masked_weights, rows_of
-from patchmix.study.ablation_table import Ablated, Trained, estimate, print_table, t_quantile, write_table
+from patchmix.report.ablation_table import (
+    AblationRun,
+    AblationTable,
+    ablation_figure,
+    estimate,
+    look,
+    print_table,
+    t_quantile,
+    write_table,
+)
+from patchmix.study.ablation import choose_rows, masked_weights, rows_of
 
 METHODS = ("patchmix", "mocov3", "dino")
 # As the paper prints them: CIFAR-10 linear, kNN, CIFAR-100 linear, kNN.
@@ -106,21 +115,23 @@ def test_intervals_of_one_and_of_several_seeds() -> None:
 # --------------------------------------------------------------------------------------------------------- the table
 
 
-def ablated(ablation: str = "num-mix", *, judged: bool = True, seeds: int = 2) -> Ablated:
+def ablated(ablation: str = "num-mix", *, labeled: bool = True, seeds: int = 2) -> AblationTable:
     rows = choose_rows(rows_of(ablation, METHODS), ["m2", "m3", "m4"] if ablation == "num-mix" else [])
     runs = []
     for seed in range(seeds):
         for i, row in enumerate(rows[:2]):
             top1 = 0.5 + 0.1 * i + 0.02 * seed
-            results = {p: result(top1, p) for p in ("knn", "linear-fast")} if judged else {}
+            results = {p: result(top1, p) for p in ("knn", "linear-fast")} if labeled else {}
             health = {"rank": 12.0 + seed, "mean_cosine": 0.25}
             cost = (1 + i) * 2e9
-            runs.append(Trained(row.name, seed, f"out/{row.name}-seed{seed}", 1000, 60.0 + seed, cost, results, health))
-    runs.append(Trained(rows[2].name, 0, "out/x", failure="step 3: loss is nan"))
-    return Ablated(ablation, rows, range(seeds), "shapes", "shapes" if judged else None, "a ViT, 3 epochs", runs)
+            runs.append(
+                AblationRun(row.name, seed, f"out/{row.name}-seed{seed}", 1000, 60.0 + seed, cost, results, health)
+            )
+    runs.append(AblationRun(rows[2].name, 0, "out/x", failure="step 3: loss is nan"))
+    return AblationTable(ablation, rows, range(seeds), "shapes", "shapes" if labeled else None, "a ViT, 3 epochs", runs)
 
 
-def printed(table: Ablated) -> str:
+def printed(table: AblationTable) -> str:
     out = io.StringIO()
     print_table(table, Console(file=out, width=80))
     return out.getvalue()
@@ -135,13 +146,13 @@ def test_the_table_fits_80_columns_and_says_which_interval() -> None:
     one = printed(ablated(seeds=1))
     assert "Wilson's for the test images (one seed" in one and "50.0 ± 4.9" in one
     mixed = ablated()
-    fewer = Ablated(**{**vars(mixed), "runs": [run for run in mixed.runs if (run.row, run.seed) != ("m3", 1)]})
+    fewer = AblationTable(**{**vars(mixed), "runs": [run for run in mixed.runs if (run.row, run.seed) != ("m3", 1)]})
     assert "of rows with one seed Wilson's" in " ".join(printed(fewer).split())
     assert all(len(line.rstrip()) <= 80 for line in (text + one).splitlines())
 
 
 def test_without_labels_health_is_shown() -> None:
-    text = printed(ablated(judged=False))
+    text = printed(ablated(labeled=False))
     assert "12.5" in text and "0.25" in text and "kNN" not in text
 
 
@@ -169,8 +180,6 @@ def test_files(tmp_path: Path, ablation: str) -> None:
 
 
 def test_a_figure_has_a_point_with_a_bar_for_each_row() -> None:
-    from patchmix.study.ablation_table import ablation_figure
-
     knn, linear = ablation_figure(ablated("method")).axes
     assert [container.get_label() for container in knn.containers] == ["patchmix", "mocov3"]
     points = [container.lines[0].get_xydata()[0].tolist() for container in linear.containers]
@@ -181,6 +190,5 @@ def test_a_figure_has_a_point_with_a_bar_for_each_row() -> None:
 
 def test_no_two_methods_look_alike() -> None:
     from patchmix.build import METHODS as REGISTERED
-    from patchmix.study.ablation_table import look
 
     assert len({look(i) for i in range(len(REGISTERED))}) == len(REGISTERED) == 9

@@ -1,4 +1,4 @@
-"""Similarity, neighbours and maps: against kNN's own ranking and against numbers by hand."""
+"""Similarity, neighbors and maps: against kNN's own ranking and against numbers by hand."""
 
 from __future__ import annotations
 
@@ -12,11 +12,26 @@ import torch
 
 from patchmix.evaluate import knn
 from patchmix.interop.loading import load_backbone
-from patchmix.report.neighbours import class_frame, flatten_to_map
-from patchmix.report.page.embedding import nearest_by_codes, pack_vectors, quantise
-from patchmix.report.pictures import show_map, show_neighbours, show_similarity
-from patchmix.report.shown import open_shown, view
-from patchmix.report.similarity import choose_keys, cosine, describe_keys, nearest, normalised, similarity_figure
+from patchmix.report.gallery import load_gallery
+from patchmix.report.neighbors import (
+    class_frame,
+    nearest_by_codes,
+    pack_vectors,
+    principal_plane,
+    quantize,
+    show_map,
+    show_neighbors,
+)
+from patchmix.report.similarity import (
+    choose_keys,
+    cosine,
+    describe_keys,
+    nearest,
+    normalized,
+    show_similarity,
+    similarity_figure,
+)
+from patchmix.settings import ShowMap, ShowNeighbors, ShowSimilarity
 
 
 def knn_ranking(vectors: torch.Tensor, k: int) -> torch.Tensor:
@@ -24,26 +39,24 @@ def knn_ranking(vectors: torch.Tensor, k: int) -> torch.Tensor:
     return knn._nearest(vectors, unit, k, first=0)[1]
 
 
-def test_normalised_similarity_is_the_papers() -> None:
+def test_normalized_similarity_is_the_papers() -> None:
     vectors = torch.tensor([[2.0, 0.0], [3.0, 4.0], [0.0, 1.0]])
-    found = normalised(cosine(vectors[:1], vectors))[0].tolist()
+    found = normalized(cosine(vectors[:1], vectors))[0].tolist()
     assert found == pytest.approx([math.exp(s / 0.07) / math.exp(1 / 0.07) for s in (1.0, 0.6, 0.0)])
 
 
-def test_neighbours_are_those_of_knn(run: Path) -> None:
-    viewed = view(open_shown("shapes:64", 300), [load_backbone(run)], device="cpu")
-    (vectors,) = viewed.vectors
+def test_neighbors_are_those_of_knn(run: Path) -> None:
+    ((_, vectors),) = load_gallery([load_backbone(run)], "shapes:64", 300, device="cpu").runs
     assert torch.equal(nearest(vectors, range(300), 20)[0], knn_ranking(vectors, 20))
     places, values = nearest(vectors, [7], 3)
     assert 7 not in places and bool((values.diff() <= 0).all())
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_quantised_neighbours_with_repairs_are_those_of_knn(run: Path, bits: int) -> None:
-    viewed = view(open_shown("shapes:64", 300), [load_backbone(run)], device="cpu")
-    (vectors,) = viewed.vectors
+def test_quantized_neighbors_with_repairs_are_those_of_knn(run: Path, bits: int) -> None:
+    ((_, vectors),) = load_gallery([load_backbone(run)], "shapes:64", 300, device="cpu").runs
     packed = pack_vectors(vectors, bits=bits, most=20)
-    found = nearest_by_codes(quantise(vectors, bits), 20)
+    found = nearest_by_codes(quantize(vectors, bits), 20)
     for query, places in packed["repairs"].items():
         assert found[int(query)].tolist() != places
         found[int(query)] = places
@@ -56,7 +69,7 @@ def test_close_and_equal_vectors_still_rank_alike() -> None:
     base = torch.randn(1, 16)
     vectors = torch.cat([base + 1e-5 * torch.randn(50, 16), base.repeat(3, 1), torch.zeros(1, 16)])
     packed = pack_vectors(vectors, bits=16, most=10)
-    found = nearest_by_codes(quantise(vectors, 16), 10)
+    found = nearest_by_codes(quantize(vectors, 16), 10)
     for query, places in packed["repairs"].items():
         found[int(query)] = places
     np.testing.assert_array_equal(found, nearest(vectors, range(54), 10)[0].numpy())
@@ -100,13 +113,13 @@ def test_bars_of_each_run_stand_beside_the_keys() -> None:
 def test_pca_is_the_projection_on_the_first_two_axes() -> None:
     vectors = torch.randn(40, 6)
     unit = torch.nn.functional.normalize(vectors, dim=1).double()
-    centred = unit - unit.mean(dim=0)
-    axes = torch.linalg.eigh(centred.T @ centred).eigenvectors
-    expected = centred @ axes[:, [-1, -2]]
-    torch.testing.assert_close(flatten_to_map(vectors).abs(), expected.abs())
-    assert flatten_to_map(vectors)[:, 0].abs().argmax() == flatten_to_map(vectors)[:, 0].argmax()
-    with pytest.raises(ValueError, match="pca, tsne, umap"):
-        flatten_to_map(vectors, "mds")  # type: ignore[arg-type]
+    centered = unit - unit.mean(dim=0)
+    axes = torch.linalg.eigh(centered.T @ centered).eigenvectors
+    expected = centered @ axes[:, [-1, -2]]
+    torch.testing.assert_close(principal_plane(vectors).abs(), expected.abs())
+    assert principal_plane(vectors)[:, 0].abs().argmax() == principal_plane(vectors)[:, 0].argmax()
+    with pytest.raises(ValueError, match="at least 3 images, not 2"):
+        principal_plane(vectors[:2])
 
 
 def test_the_frames_of_two_dozen_classes_differ() -> None:
@@ -115,25 +128,18 @@ def test_the_frames_of_two_dozen_classes_differ() -> None:
 
 
 def test_figures_of_a_run(run: Path, other: Path, tmp_path: Path) -> None:
+    some = {"images": 24, "device": "cpu"}
+    few = {"images": 40, "device": "cpu"}
     for path in (
-        *show_similarity([run, other], "shapes:64", tmp_path / "s.png", images=24, device="cpu"),
-        *show_similarity([run], "shapes:64", tmp_path / "k.png", query=2, keys=[1, 5], images=24, device="cpu"),
-        *show_neighbours([run], "shapes:64", tmp_path / "n.png", images=40, queries=2, k=3, device="cpu"),
-        *show_map([run], "shapes:64", tmp_path / "m.png", images=20, device="cpu"),
+        *show_similarity(ShowSimilarity((run, other), "shapes:64", tmp_path / "s.png", **some)),
+        *show_similarity(ShowSimilarity((run,), "shapes:64", tmp_path / "k.png", query=("2",), key=(1, 5), **some)),
+        *show_neighbors(ShowNeighbors((run,), "shapes:64", tmp_path / "n.png", queries=2, k=3, **few)),
+        *show_map(ShowMap((run,), "shapes:64", tmp_path / "m.png", images=20, device="cpu")),
     ):
         assert cv2.imread(str(path)).std() > 5  # not blank
     with pytest.raises(ValueError, match="query 99"):
-        show_neighbours([run], "shapes:64", tmp_path / "n.png", images=40, query=99, device="cpu")
+        show_neighbors(ShowNeighbors((run,), "shapes:64", tmp_path / "n.png", query=("99",), **few))
     with pytest.raises(ValueError, match="at least one"):
-        show_map([], "shapes:64", tmp_path / "m.png")
-    with pytest.raises(ValueError, match="neighbours are asked for"):
-        show_neighbours([run], "shapes:64", tmp_path / "n.png", images=5, k=9, device="cpu")
-
-
-def test_tsne_where_installed_and_umap_where_not() -> None:
-    pytest.importorskip("sklearn")
-    clusters = torch.eye(3).repeat_interleave(10, 0) + 0.01 * torch.randn(30, 3)
-    plane = flatten_to_map(clusters, "tsne")
-    centres = plane.view(3, 10, 2).mean(dim=1)
-    spread = (plane.view(3, 10, 2) - centres.unsqueeze(1)).norm(dim=2).mean()
-    assert torch.pdist(centres).min() > spread
+        show_map(ShowMap((), "shapes:64", tmp_path / "m.png"))
+    with pytest.raises(ValueError, match="k is 9; with 5 images it must lie between 1 and 4"):
+        show_neighbors(ShowNeighbors((run,), "shapes:64", tmp_path / "n.png", k=9, images=5, device="cpu"))

@@ -1,6 +1,52 @@
-// The explorer: a grid of thumbnails; the chosen one's neighbours, similarities and classes, for one run or two.
+// The explorer: a grid of thumbnails; the chosen one's neighbors, similarities and classes, for one run or two.
 import { choice, draw, make } from "./dom.js";
-import { Ranking, normalisedSimilarity, tally } from "./ranking.js";
+
+// Neighbors from quantized embeddings. Whole numbers below 2^53 add up exactly, so the order is the one Python checked.
+
+class Ranking {
+  // packed: {bits, dim, codes (base64, little-endian), repairs: {query: [neighbors]}}
+  constructor(packed, count) {
+    const bytes = Uint8Array.from(atob(packed.codes), (letter) => letter.charCodeAt(0));
+    this.codes = packed.bits === 8 ? new Int8Array(bytes.buffer) : new Int16Array(bytes.buffer);
+    this.dim = packed.dim;
+    this.count = count;
+    this.repairs = packed.repairs;
+    this.lengths = Float64Array.from({ length: count }, (_, i) => Math.sqrt(this.dot(i, i)));
+  }
+
+  dot(i, j) {
+    const { codes, dim } = this;
+    let sum = 0;
+    for (let d = 0, a = i * dim, b = j * dim; d < dim; d++) sum += codes[a + d] * codes[b + d];
+    return sum;
+  }
+
+  cosine(i, j) { return this.dot(i, j) / (this.lengths[i] * this.lengths[j] || 1); }
+
+  // The k nearest images of a query, itself left out: [[position, cosine], …]. Equal ones in the set's order.
+  nearest(query, k) {
+    const repaired = this.repairs[query];
+    if (repaired && k <= repaired.length) return repaired.slice(0, k).map((place) => [place, this.cosine(query, place)]);
+    const all = [];
+    for (let i = 0; i < this.count; i++) if (i !== query) all.push([i, this.cosine(query, i)]);
+    return all.sort((a, b) => b[1] - a[1] || a[0] - b[0]).slice(0, k);
+  }
+}
+
+// exp(s/τ′)/exp(1/τ′), in (0, 1].
+const normalizedSimilarity = (cosine, temperature) => Math.exp((Math.min(cosine, 1) - 1) / temperature);
+
+// How many neighbors each class has, and kNN's vote: [[label, count, weight], …], the strongest first.
+function tally(neighbors, labels, temperature) {
+  const found = new Map();
+  for (const [place, cosine] of neighbors) {
+    const entry = found.get(labels[place]) ?? [labels[place], 0, 0];
+    entry[1] += 1;
+    entry[2] += Math.exp((cosine - neighbors[0][1]) / temperature);
+    found.set(labels[place], entry);
+  }
+  return [...found.values()].sort((a, b) => b[2] - a[2] || a[0] - b[0]);
+}
 
 export function startExplorer(root, data) {
   const counts = data.most < 5 ? [data.most] : [5, 10, 20].filter((k) => k <= data.most);
@@ -66,13 +112,13 @@ export function startExplorer(root, data) {
     head.replaceChildren(image(i), make("p", {}, make("strong", {}, className(i) || "query"), make("br"), make("span", { class: "soft" }, data.keys[i])));
     const chosen = state.runs.filter((run, place) => run >= 0 && state.runs.indexOf(run) === place);
     const answers = chosen.map((run) => [run, ranking(run).nearest(i, state.k)]);
-    results.replaceChildren(...answers.map(([run, neighbours]) => answer(run, neighbours)));
-    status.textContent = `${state.k} nearest of ${title(i)}. ` + answers.map(([run, neighbours]) => summary(run, neighbours)).join(" ") + common(answers);
+    results.replaceChildren(...answers.map(([run, neighbors]) => answer(run, neighbors)));
+    status.textContent = `${state.k} nearest of ${title(i)}. ` + answers.map(([run, neighbors]) => summary(run, neighbors)).join(" ") + common(answers);
   }
 
-  const summary = (run, neighbours) => (data.labels
-    ? `${data.runs[run].name}: ${neighbours.filter(([place]) => data.labels[place] === data.labels[state.query]).length} of its class.`
-    : `${data.runs[run].name}: cosine ${neighbours[0][1].toFixed(3)} to ${neighbours.at(-1)[1].toFixed(3)}.`);
+  const summary = (run, neighbors) => (data.labels
+    ? `${data.runs[run].name}: ${neighbors.filter(([place]) => data.labels[place] === data.labels[state.query]).length} of its class.`
+    : `${data.runs[run].name}: cosine ${neighbors[0][1].toFixed(3)} to ${neighbors.at(-1)[1].toFixed(3)}.`);
 
   function common(answers) {
     if (answers.length < 2) return "";
@@ -80,24 +126,24 @@ export function startExplorer(root, data) {
     return ` The runs agree on ${answers[0][1].filter(([place]) => second.has(place)).length} of ${state.k}.`;
   }
 
-  function answer(run, neighbours) {
+  function answer(run, neighbors) {
     const same = (place) => !data.labels || data.labels[place] === data.labels[state.query];
-    const tiles = neighbours.map(([place, cosine], rank) => make("li", {}, make("button", {
+    const tiles = neighbors.map(([place, cosine], rank) => make("li", {}, make("button", {
       type: "button", class: data.labels ? (same(place) ? "same" : "other") : "", "data-image": place, title: title(place),
       "aria-label": `${rank + 1}: ${title(place)}, cosine ${cosine.toFixed(3)}${data.labels ? (same(place) ? ", same class" : ", another class") : ""}`,
       onclick: () => choose(place, { focus: true }),
     }, image(place), make("span", {}, `${data.labels ? (same(place) ? "✓ " : "✗ ") : ""}${cosine.toFixed(3)}`), make("span", {}, className(place)))));
-    const charts = [make("div", {}, make("h4", { title: `exp(s/τ′)/exp(1/τ′), τ′ = ${data.temperature}` }, "normalised similarity"), bars(neighbours, same))];
-    if (data.labels) charts.push(make("div", {}, make("h4", {}, `classes of the ${neighbours.length}`), histogram(neighbours)));
-    charts.push(make("div", {}, make("h4", {}, data.labels ? "map (blue: its class)" : "map"), atlas(run, neighbours)));
-    return make("section", { class: "result", "data-run": run, "aria-label": `Neighbours by ${data.runs[run].name}` },
+    const charts = [make("div", {}, make("h4", { title: `exp(s/τ′)/exp(1/τ′), τ′ = ${data.temperature}` }, "normalized similarity"), bars(neighbors, same))];
+    if (data.labels) charts.push(make("div", {}, make("h4", {}, `classes of the ${neighbors.length}`), histogram(neighbors)));
+    charts.push(make("div", {}, make("h4", {}, data.labels ? "map (blue: its class)" : "map"), atlas(run, neighbors)));
+    return make("section", { class: "result", "data-run": run, "aria-label": `Neighbors by ${data.runs[run].name}` },
       make("h3", {}, make("span", { class: `swatch fill-${run % 8}` }), data.runs[run].name),
-      make("ol", { class: "neighbours" }, ...tiles), make("div", { class: "charts" }, ...charts));
+      make("ol", { class: "neighbors" }, ...tiles), make("div", { class: "charts" }, ...charts));
   }
 
-  function bars(neighbours, same) {
-    const width = 300, height = 96, step = (width - 24) / neighbours.length;
-    const heights = neighbours.map(([, cosine]) => normalisedSimilarity(cosine, data.temperature));
+  function bars(neighbors, same) {
+    const width = 300, height = 96, step = (width - 24) / neighbors.length;
+    const heights = neighbors.map(([, cosine]) => normalizedSimilarity(cosine, data.temperature));
     const svg = draw("svg", { viewBox: `0 0 ${width} ${height + 16}`, role: "img", "aria-label": `similarities ${heights.map((value) => value.toFixed(2)).join(", ")}` });
     for (const level of [0, 0.5, 1]) {
       const y = height - level * (height - 8);
@@ -105,22 +151,22 @@ export function startExplorer(root, data) {
     }
     heights.forEach((value, i) => {
       const tall = value * (height - 8), x = 24 + i * step;
-      svg.append(draw("rect", { class: same(neighbours[i][0]) ? "bar-same" : "bar-other", x: x + step * 0.12, y: height - tall, width: step * 0.76, height: tall },
+      svg.append(draw("rect", { class: same(neighbors[i][0]) ? "bar-same" : "bar-other", x: x + step * 0.12, y: height - tall, width: step * 0.76, height: tall },
         draw("title", {}, `${i + 1}: ${value.toFixed(3)}`)));
-      if (neighbours.length <= 12 || i % 2 === 0) svg.append(draw("text", { class: "tick", x: x + step / 2, y: height + 13, "text-anchor": "middle" }, String(i + 1)));
+      if (neighbors.length <= 12 || i % 2 === 0) svg.append(draw("text", { class: "tick", x: x + step / 2, y: height + 13, "text-anchor": "middle" }, String(i + 1)));
     });
     return svg;
   }
 
-  // All images at their first two principal components: the query, its neighbours and its class stand out; a click chooses.
-  function atlas(run, neighbours) {
+  // All images at their first two principal components: the query, its neighbors and its class stand out; a click chooses.
+  function atlas(run, neighbors) {
     const width = 300, height = 190, places = data.runs[run].map;
     const at = (i) => [6 + places[2 * i] * (width - 12), height - 6 - places[2 * i + 1] * (height - 12)];
     const dot = (i, kind, r) => draw("circle", { class: kind, cx: at(i)[0].toFixed(1), cy: at(i)[1].toFixed(1), r });
     const own = data.labels ? data.keys.map((_, i) => i).filter((i) => data.labels[i] === data.labels[state.query]) : [];
     return draw("svg", {
       class: "atlas", viewBox: `0 0 ${width} ${height}`, role: "img",
-      "aria-label": `map of all images by ${data.runs[run].name}: first two principal components, the query and its neighbours marked`,
+      "aria-label": `map of all images by ${data.runs[run].name}: first two principal components, the query and its neighbors marked`,
       onclick: (event) => {
         const box = event.currentTarget.getBoundingClientRect();
         const x = (event.clientX - box.left) / box.width * width, y = (event.clientY - box.top) / box.height * height;
@@ -128,13 +174,13 @@ export function startExplorer(root, data) {
         choose(away.indexOf(Math.min(...away)), { focus: true });
       },
     }, ...data.keys.map((_, i) => dot(i, "dot", 1.4)), ...own.map((i) => dot(i, "dot-class", 1.8)),
-    ...neighbours.map(([i]) => dot(i, "dot-near", 3)), dot(state.query, "dot-query", 4.5));
+    ...neighbors.map(([i]) => dot(i, "dot-near", 3)), dot(state.query, "dot-query", 4.5));
   }
 
-  function histogram(neighbours) {
-    return make("ul", { class: "histogram" }, ...tally(neighbours, data.labels, data.temperature).map(([label, count], place) => {
+  function histogram(neighbors) {
+    return make("ul", { class: "histogram" }, ...tally(neighbors, data.labels, data.temperature).map(([label, count], place) => {
       const bar = make("i");
-      bar.style.width = `${100 * count / neighbours.length}%`;
+      bar.style.width = `${100 * count / neighbors.length}%`;
       const name = data.classes[label] ?? `class ${label}`;
       return make("li", { class: label === data.labels[state.query] ? "own" : "" }, make("span", { title: name }, name + (place === 0 ? " ← vote" : "")), make("span", { class: "track" }, bar), make("span", {}, String(count)));
     }));
@@ -151,7 +197,7 @@ export function startExplorer(root, data) {
     controls.append(choice("run", runs, "0", (value) => { state.runs[0] = Number(value); again(); }),
       choice("beside", [["-1", "none"], ...runs], "1", (value) => { state.runs[1] = Number(value); again(); }));
   }
-  controls.append(choice("neighbours", counts.map((k) => [String(k), String(k)]), String(state.k), (value) => { state.k = Number(value); again(); }));
+  controls.append(choice("neighbors", counts.map((k) => [String(k), String(k)]), String(state.k), (value) => { state.k = Number(value); again(); }));
   root.append(controls, make("div", { class: "explorer" }, make("div", { class: "screen-only" }, found, grid), make("div", { "aria-label": "Chosen image", role: "region" }, head, status, results)));
   filter();
   choose(0);

@@ -1,0 +1,175 @@
+"""The images of figures and reports: as files and thumbnails, and as features of one or several encoders."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patchmix.data.contract import Source, Split
+from patchmix.data.decode import DecodeError, Pixels, decode
+from patchmix.data.sources import has_split, open_source
+from patchmix.data.views import CenterCrop
+from patchmix.device import resolve_device
+from patchmix.evaluate.features import FeatureExtractor, usual_resize
+from patchmix.evaluate.labeled import Subset
+from patchmix.interop.backbone import Backbone
+from patchmix.interop.loading import load_backbone
+
+
+class ImageFiles:
+    """Some image files as a source, without labels."""
+
+    name = "files"
+    labels = None
+    classes = None
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        missing = [file for file in files if not file.is_file()]
+        if missing:
+            raise ValueError(f"there is no image {missing[0]}; give image files")
+        self._files = list(files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def load(self, index: int) -> Pixels:
+        return decode(self._files[index].read_bytes(), self.key(index))
+
+    def key(self, index: int) -> str:
+        return str(self._files[index])
+
+    def fingerprint(self) -> str:
+        sizes = [f"{file.name} {file.stat().st_size}" for file in self._files]
+        return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:32]
+
+
+def open_images(data: str | Path | Sequence[Path], limit: int | None = None) -> Source:
+    """The test images of `data`, or its training images where it has no others; with labels where it has them.
+
+    data: what `pretrain` takes, or a list of image files. limit: at most this many, spread evenly over the set.
+    """
+    if not isinstance(data, str | Path):
+        return ImageFiles(data)
+    split: Split = "test" if has_split(data, "test") else "train"
+    try:
+        source = open_source(data, split, class_folders=True, cache_bytes=0, progress=False)
+    except ValueError:  # a folder with images beside its sub-folders
+        source = open_source(data, split, cache_bytes=0, progress=False)
+    return source if limit is None or limit >= len(source) else Subset(source, limit)
+
+
+def crops(source: Source, positions: Sequence[int], size: int) -> dict[int, np.ndarray]:
+    """The center crops that evaluation takes, by position: uint8 (size, size, 3); gray where decoding fails."""
+    view = CenterCrop(size, resize=usual_resize(size))
+    out = {}
+    for position in positions:
+        try:
+            out[position] = view([source.load(position)], epoch=0, indices=np.array([position]))[0][0]
+        except DecodeError:
+            out[position] = np.full((size, size, 3), 128, np.uint8)
+    return out
+
+
+def crop_batch(source: Source, positions: Sequence[int], size: int) -> Tensor:
+    """The same as one tensor: uint8 (N, size, size, 3)."""
+    return torch.stack([torch.from_numpy(image) for image in crops(source, positions, size).values()])
+
+
+def load_all(runs: Sequence[str | Path]) -> list[Backbone]:
+    """The encoders of runs, files or `timm:NAME`, with unique names."""
+    if not runs:
+        raise ValueError("there is no run to show; give at least one run's folder")
+    backbones = [load_backbone(run) for run in runs]
+    names = unique_names([backbone.name for backbone in backbones])
+    return [dataclasses.replace(backbone, name=name) for backbone, name in zip(backbones, names, strict=True)]
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """The same names, numbered where one occurs twice."""
+    return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Images with their features by one or several encoders. Rows are the N images that could be decoded."""
+
+    source: Source
+    positions: list[int]  # of the rows in the source
+    labels: Tensor | None  # (N,)
+    runs: list[tuple[str, Tensor]]  # name and features (N, D) of each encoder
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def class_name(self, row: int) -> str:
+        """ "" where there are no labels."""
+        return "" if self.labels is None else class_name(int(self.labels[row]), self.source.classes)
+
+    def pictures(self, rows: Sequence[int], size: int = 96) -> dict[int, np.ndarray]:
+        found = crops(self.source, [self.positions[row] for row in rows], size)
+        return {row: found[self.positions[row]] for row in rows}
+
+    def rows(self, images: Sequence[str | int], what: str) -> list[int]:
+        """Rows of images that are given by position or path."""
+        positions = [find_image(image, self.source) for image in images]
+        check_positions(positions, self.source, what)
+        for position in positions:
+            if position not in self.positions:
+                raise ValueError(f"{what} {position} can't be decoded; choose another")
+        return [self.positions.index(position) for position in positions]
+
+    def queries(self, images: Sequence[str | int], count: int) -> list[int]:
+        """Rows of the given images; if there are none, of the first image of each of `count` classes."""
+        if images:
+            return self.rows(images, "query")
+        if self.labels is None:
+            return spread(len(self), count)
+        classes = torch.unique(self.labels).tolist()
+        return [int((self.labels == classes[i]).nonzero()[0]) for i in spread(len(classes), count)]
+
+
+def load_gallery(
+    backbones: Sequence[Backbone], data: str | Path, images: int | None, *, device: str = "auto", workers: int = 0
+) -> Gallery:
+    """The images of `data` and their features, as kNN computes and stores them."""
+    source = open_images(data, images)
+    runs = []
+    for backbone in backbones:
+        pool = "mean" if backbone.encoder().cls_token is None else "token"
+        options = {"device": resolve_device(device), "pool": pool, "workers": workers}
+        features = FeatureExtractor(backbone, **options).features(source)  # type: ignore[arg-type]
+        runs.append((backbone.name, features.vectors))
+    return Gallery(source, features.indices.tolist(), features.labels, runs)
+
+
+def class_name(label: int, names: Sequence[str] | None) -> str:
+    return names[label] if names is not None and 0 <= label < len(names) else f"class {label}"
+
+
+def find_image(image: str | int, source: Source) -> int:
+    """The position of an image: a number, or a path that ends in the image's name below the source's root."""
+    if isinstance(image, int) or image.isdecimal():
+        return int(image)
+    wanted = Path(image).as_posix()
+    for i in range(len(source)):
+        if f"/{wanted}".endswith(f"/{source.key(i)}"):
+            return i
+    raise ValueError(f"{image} is not among the {len(source)} images read of {source.name}; take more, or another path")
+
+
+def check_positions(positions: Sequence[int], source: Source, what: str) -> None:
+    for position in positions:
+        if not 0 <= position < len(source):
+            raise ValueError(f"{what} {position} is not among the {len(source)} images of {source.name}, 0 …")
+
+
+def spread(count: int, wanted: int) -> list[int]:
+    """`wanted` of `count` positions, evenly spread."""
+    return torch.linspace(0, count - 1, min(wanted, count)).round().int().tolist()
