@@ -72,7 +72,7 @@ def test_lossy_rgb(kind: str, options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "GIF", "JPEG"])
-def test_grey(kind: str) -> None:
+def test_gray(kind: str) -> None:
     data = encode(Image.fromarray(GREY), kind, **({"quality": 100} if kind == "JPEG" else {}))
     close(decode(data, "x"), np.repeat(GREY[:, :, None], 3, 2), within=1 if kind == "JPEG" else 0)
 
@@ -108,24 +108,24 @@ def test_alpha_is_laid_on_white(kind: str) -> None:
     close(decoded[12:, :8], np.rint(PICTURE[12:, :8] * (128 / 255) + 255 * (127 / 255)).astype(np.uint8), within=1)
 
 
-def test_grey_with_alpha_is_laid_on_white() -> None:
+def test_gray_with_alpha_is_laid_on_white() -> None:
     image = Image.new("LA", (3, 3), (40, 0))
     close(decode(encode(image, "PNG"), "x"), np.full((3, 3, 3), 255, np.uint8))
 
 
-def test_rgb_with_a_transparent_colour_is_laid_on_white() -> None:
+def test_rgb_with_a_transparent_color_is_laid_on_white() -> None:
     decoded = decode(encode(rgb(), "PNG", transparency=(200, 30, 40)), "x")
     assert decoded[0, 0].tolist() == [255, 255, 255]
     assert decoded[0, 15].tolist() == [20, 180, 60]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_16_bit_grey_keeps_its_high_byte(kind: str) -> None:
+def test_16_bit_gray_keeps_its_high_byte(kind: str) -> None:
     deep = (GREY.astype(np.uint16) << 8) + 77
     close(decode(encode(Image.fromarray(deep), kind), "x"), np.repeat(GREY[:, :, None], 3, 2))
 
 
-def test_16_bit_colour_keeps_its_high_byte() -> None:
+def test_16_bit_color_keeps_its_high_byte() -> None:
     import cv2
 
     deep = (PICTURE.astype(np.uint16) << 8) + 77

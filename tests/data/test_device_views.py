@@ -95,7 +95,7 @@ def test_every_order_is_its_own(small_images: np.ndarray) -> None:
     ours, wanted = on_device(images, drawn), on_cpu(images, STRONG, drawn)
     distance = np.abs(ours[:, None] - wanted[None]).mean(axis=(2, 3, 4))  # (24, 24)
     assert distance.diagonal().max() < 1.5
-    # Where operations commute on this image two orders are one; the others must be told apart.
+    # Where operations commute on this image two orders are one; the others must differ.
     apart = np.abs(wanted[:, None] - wanted[None]).mean(axis=(2, 3, 4)) > 4
     assert apart.sum() > 300
     assert distance[apart].min() > 2 * distance.diagonal().max()
@@ -224,7 +224,7 @@ class TestLoading:
             for x, *pieces in zip(self.tensors(whole), *map(self.tensors, parts), strict=True):
                 assert torch.equal(x, torch.cat(pieces))
 
-    def test_the_colours_move_with_the_batch(self) -> None:
+    def test_the_colors_move_with_the_batch(self) -> None:
         moved = self.batches(1)[0].to("meta")
         assert [tensor.device.type for tensor in self.tensors(moved)] == ["meta"] * 4
 

@@ -232,9 +232,9 @@ class TestBadSamples:
         wanted = take(loader(source=numbered(48)).batches(), 8)
         named = []
         for batch, ideal in zip(batches, wanted, strict=True):
-            for used, asked in zip(batch.indices.tolist(), ideal.indices.tolist(), strict=True):
+            for used, wanted in zip(batch.indices.tolist(), ideal.indices.tolist(), strict=True):
                 assert used not in source.bad
-                assert used == asked or asked in source.bad
+                assert used == wanted or wanted in source.bad
             assert len(batch.views[0]) == 12
             named += [entry for entry in batch.bad if not entry.startswith("numbers#") or "broken" not in entry]
             assert {f"numbers#{i}: broken" for i in ideal.indices.tolist() if i in source.bad} <= set(batch.bad)
@@ -300,7 +300,7 @@ class TestMistakes:
             ({"workers": -1}, "workers -1 must be 0 or more"),
         ],
     )
-    def test_are_told_in_one_line(self, options: dict[str, int], message: str) -> None:
+    def test_are_reported_in_one_line(self, options: dict[str, int], message: str) -> None:
         with pytest.raises(ValueError, match=message) as caught:
             loader(**options)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)

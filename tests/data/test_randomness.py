@@ -131,7 +131,7 @@ def test_the_order_is_the_one_described(counts: list[int], window: int, batch: i
     found = [order.batch(epoch, step).tolist() for step in range(steps)]
     assert found == expected.tolist()
     assert len(set(flat(found))) == steps * batch  # each image once, up to the last incomplete batch
-    for step in reversed(range(steps)):  # any step by itself, whatever was asked before
+    for step in reversed(range(steps)):  # any step by itself, whatever was computed before
         order.batch(epoch + 1, 0)
         assert order.batch(epoch, step).tolist() == found[step]
 
@@ -185,9 +185,9 @@ def test_lanes_divide_the_batch_and_the_window() -> None:
 
 def test_a_bad_image_is_replaced_from_its_own_group_and_else_from_anywhere() -> None:
     source = Grouped([20] * 5, 2, bad=(3, 8, 25, 31, 66, 67, 85, 99, *range(40, 60)))
-    asked = flat(indices(made(Grouped([20] * 5, 2), 20), 5))
+    ideal = flat(indices(made(Grouped([20] * 5, 2), 20), 5))
     used = flat(indices(made(source, 20), 5))
-    replaced = {a: u for a, u in zip(asked, used, strict=True) if a != u}
+    replaced = {a: u for a, u in zip(ideal, used, strict=True) if a != u}
     assert set(replaced) == set(source.bad)
     near = {a: u for a, u in replaced.items() if a // 20 != 2}
     assert len(near) == 8 and all(a // 20 == u // 20 for a, u in near.items())  # by chance: 1 in 5**8

@@ -55,7 +55,7 @@ def test_a_reduced_image_is_the_image_made_smaller(reduction: int, encode: objec
     assert np.abs(small.astype(int) - reduced.pixels).mean() < 2.0
 
 
-def test_other_formats_are_decoded_whole_and_damage_is_told() -> None:
+def test_other_formats_are_decoded_whole_and_damage_is_reported() -> None:
     image = picture(1, 200, 300)
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG")

@@ -34,10 +34,10 @@ def opened(data: str) -> ShardSource:
 
 
 class Server:
-    """Serves a folder on this machine, notes what is asked for, and fails as often as it is told to."""
+    """Serves a folder on this machine, records the requests, and fails as often as it is set to."""
 
     def __init__(self, folder: Path) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.failures = 0
         self.pause = 0.0
         self.cut = False
@@ -45,7 +45,7 @@ class Server:
 
         class Handler(http.server.SimpleHTTPRequestHandler):
             def do_GET(self) -> None:
-                outer.asked.append(self.path)
+                outer.requests.append(self.path)
                 time.sleep(outer.pause)
                 if self.path.endswith(".tar") and outer.failures > 0:
                     outer.failures -= 1
@@ -70,8 +70,8 @@ class Server:
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def shards_asked(self) -> list[str]:
-        return [path for path in self.asked if path.endswith(".tar")]
+    def shard_requests(self) -> list[str]:
+        return [path for path in self.requests if path.endswith(".tar")]
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_over_http_each_shard_is_fetched_once(server: Server, cache: Path) -> No
     for index in (59, 3, 30):
         np.testing.assert_array_equal(source.load(index), IMAGES[index])
     assert source.key(30) == "part-3.tar/0030.png"
-    assert sorted(server.shards_asked()) == [f"/part-{number}.tar" for number in range(6)]
+    assert sorted(server.shard_requests()) == [f"/part-{number}.tar" for number in range(6)]
     again = opened(f"{server.url}/part-{{0..5}}.tar")  # a second start finds index and files
     np.testing.assert_array_equal(again.load(42), IMAGES[42])
-    assert len(server.shards_asked()) == 6
+    assert len(server.shard_requests()) == 6
     assert again.fingerprint() == source.fingerprint()
     assert not list(cache.rglob(".unfinished"))
 
@@ -104,15 +104,15 @@ def test_with_an_index_nothing_is_fetched_before_it_is_needed(server: Server, tm
     source = opened(f"{server.url}/w/train-{{000000..000003}}.tar")
     assert len(source) == 40
     assert source.classes is not None
-    assert server.shards_asked() == []
+    assert server.shard_requests() == []
     source.load(25)
-    assert server.shards_asked() == ["/w/train-000002.tar"]
+    assert server.shard_requests() == ["/w/train-000002.tar"]
 
 
 def test_a_server_that_recovers_is_waited_for(server: Server) -> None:
     server.failures = 3
     assert len(opened(f"{server.url}/part-0.tar")) == 10
-    assert len(server.shards_asked()) == 4
+    assert len(server.shard_requests()) == 4
 
 
 def test_one_that_does_not_is_named(server: Server) -> None:
@@ -144,7 +144,7 @@ def test_a_kept_shard_of_another_size_is_fetched_again(server: Server, tmp_path:
     kept.write_bytes(kept.read_bytes()[:700])
     source.release()
     np.testing.assert_array_equal(source.load(15), right)
-    assert server.shards_asked() == ["/w/train-000001.tar"] * 2
+    assert server.shard_requests() == ["/w/train-000001.tar"] * 2
 
 
 def test_what_a_killed_process_began_to_fetch_is_fetched_again(server: Server, cache: Path) -> None:
@@ -170,11 +170,11 @@ def test_the_folder_is_bounded_and_the_oldest_go(server: Server, cache: Path, mo
     source.load(6)  # used again, so the other one is older
     source.load(25)
     source.release()
-    server.asked.clear()
+    server.requests.clear()
     source.load(7)
-    assert server.asked == []
+    assert server.requests == []
     source.load(16)
-    assert server.asked == ["/part-1.tar"]
+    assert server.requests == ["/part-1.tar"]
 
 
 def _load(source: ShardSource, answers: multiprocessing.SimpleQueue[int]) -> None:
@@ -194,7 +194,7 @@ def test_several_processes_fetch_once(server: Server, tmp_path: Path) -> None:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0] * 4  # one that failed would never answer
     assert len({answers.get() for _ in workers}) == 1
-    assert server.shards_asked() == ["/w/train-000005.tar"]
+    assert server.shard_requests() == ["/w/train-000005.tar"]
 
 
 def test_one_process_at_a_time_makes_room(cache: Path) -> None:

@@ -40,7 +40,7 @@ def test_the_ground_says_nothing_about_the_class() -> None:
     assert ground.mean(axis=1).std() < 3.0
 
 
-def test_colours_are_the_same_in_all_classes(train: np.ndarray) -> None:
+def test_colors_are_the_same_in_all_classes(train: np.ndarray) -> None:
     means = []
     for label in range(10):
         pixels = train[label::10].reshape(-1, 3).astype(np.float64)

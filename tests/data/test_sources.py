@@ -196,13 +196,13 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("wrong", "right"), [("cifar-10", "cifar10"), ("shape", "shapes"), ("imagnet", "imagenet")]
     )
-    def test_the_nearest_name_is_told(self, wrong: str, right: str) -> None:
+    def test_the_nearest_name_is_suggested(self, wrong: str, right: str) -> None:
         with pytest.raises(ValueError, match=f"did you mean '{right}'") as caught:
             open_source(wrong)
         assert "a parquet file or folder" in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    def test_the_nearest_path_is_told(self, tmp_path: Path) -> None:
+    def test_the_nearest_path_is_suggested(self, tmp_path: Path) -> None:
         (tmp_path / "holiday_photos").mkdir()
         with pytest.raises(ValueError, match=r"did you mean '.*holiday_photos'"):
             open_source(str(tmp_path / "holiday_photo"))

@@ -137,7 +137,7 @@ class TestCrops:
         assert (left + width <= size[1]).all()
 
     @pytest.mark.parametrize("size", [(20, 400), (400, 20)])
-    def test_fall_back_to_the_centre(self, size: tuple[int, int]) -> None:
+    def test_fall_back_to_the_center(self, size: tuple[int, int]) -> None:
         view = View(8, (0.9, 1.0))  # never fits with a legal ratio
         wanted = T.RandomResizedCrop.get_params(torch.empty(3, *size), list(view.area), list(view.ratio))
         assert parameters(view, [size] * 5).box.tolist() == [list(wanted)] * 5

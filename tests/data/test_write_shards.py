@@ -193,7 +193,7 @@ def test_quality_makes_jpegs(folder: Path, tmp_path: Path) -> None:
         ({"workers": 0}, "workers 0"),
     ],
 )
-def test_mistakes_are_told_in_one_line(tmp_path: Path, options: dict[str, object], message: str) -> None:
+def test_mistakes_are_reported_in_one_line(tmp_path: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         write_shards(Shards("shapes:20", tmp_path / "out", **options))  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()

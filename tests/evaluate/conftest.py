@@ -1,4 +1,4 @@
-"""Small encoders, small labelled sets, and a feature cache of one's own for every test."""
+"""Small encoders, small labeled sets, and a feature cache of one's own for every test."""
 
 from __future__ import annotations
 

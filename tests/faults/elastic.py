@@ -1,4 +1,4 @@
-"""Two processes: one is killed, all are told to stop, and fewer or more go on than began."""
+"""Two processes: one is killed, all are stopped, and fewer or more go on than began."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ def kill_while_writing(folder: Path, *, times: int, seed: int) -> int:
             assert child.is_alive()
             time.sleep(0.001)
         time.sleep(random_moment.uniform(0.0, 0.1))
-        known = _last_step(checkpoints)
+        complete = _last_step(checkpoints)
         child.kill()
         child.join()
         last = checkpoints.last
         assert last is not None
         state = load_checkpoint(last)
-        assert state["step"] >= known
+        assert state["step"] >= complete
         assert (state["method"]["w"] == state["step"]).all()
         unfinished += bool(list(folder.glob(".*.unfinished")))
         remove_unfinished(folder)

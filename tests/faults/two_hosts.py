@@ -102,10 +102,10 @@ def cut_off_and_back(folder: Path, times: int = 1) -> Row:
             wait_for_checkpoint(processes[0], out)
             _ip("-n", HOSTS[1], "link", "set", "eth0", "down")
             cut = time.monotonic()
-            told = end(processes, 600)  # the time-out, torchrun's own patience, and a busy machine
+            ended = end(processes, 600)  # the time-out, torchrun's own patience, and a busy machine
             longest = max(longest, time.monotonic() - cut)
-            assert all(code != 0 for code, _ in told), told
-            assert any("patchmix: process" in text and "lost another one" in text for _, text in told), told
+            assert all(code != 0 for code, _ in ended), ended
+            assert any("patchmix: process" in text and "lost another one" in text for _, text in ended), ended
             _ip("-n", HOSTS[1], "link", "set", "eth0", "up")
             assert [code for code, _ in end(both(out), 900)] == [0, 0]
             assert_same(alone, out)

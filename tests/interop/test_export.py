@@ -98,7 +98,7 @@ def test_encoder_that_torchvision_can_not_express(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["timm", "torchvision", "huggingface"])
-def test_nothing_different_is_overwritten_unasked(format: str, backbone: Backbone, tmp_path: Path) -> None:
+def test_nothing_different_is_overwritten_by_default(format: str, backbone: Backbone, tmp_path: Path) -> None:
     umask = os.umask(0o027)
     os.umask(umask)
     out = tmp_path / NAMES[format]
@@ -158,7 +158,7 @@ def test_a_failing_write_leaves_the_old_file(
     assert out.read_bytes() == before and list(tmp_path.iterdir()) == [out]
 
 
-def test_onnx_tells_its_normalization_and_no_paths(backbone: Backbone, tmp_path: Path) -> None:
+def test_onnx_has_its_normalization_and_no_paths(backbone: Backbone, tmp_path: Path) -> None:
     import onnx
 
     export(backbone, tmp_path / "a.onnx", "onnx")

@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint.pth"
 
 
-def test_every_format_is_told_apart_and_gives_its_encoders(foreign, file: Path) -> None:
+def test_every_format_is_recognized_and_gives_its_encoders(foreign, file: Path) -> None:
     torch.save(foreign.checkpoint, file)
     for which, expected in foreign.encoders.items():
         imported = import_checkpoint(file, encoder=which)
@@ -213,7 +213,7 @@ def test_names_follow_the_size(file: Path) -> None:
     assert _timm_name(48, 2, 4, 16) == "vit_tiny_patch4_16"
 
 
-def test_timm_folder_tells_heads_and_normalization(make_foreign, tmp_path: Path) -> None:
+def test_heads_and_normalization_of_a_timm_folder(make_foreign, tmp_path: Path) -> None:
     state = make_foreign("timm").encoders[None]
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
     bare = import_checkpoint(tmp_path / "model.safetensors")

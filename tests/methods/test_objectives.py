@@ -192,7 +192,7 @@ def test_dino(local: int) -> None:
     assert method(x)["loss"].item() == near(expected)
 
 
-def test_dino_centre_follows_the_teachers_mean() -> None:
+def test_dino_center_follows_the_teachers_mean() -> None:
     method = make("dino", center_momentum=0.75)
     x = views()
     f, g = method.momentum_copy.network
@@ -261,7 +261,7 @@ def test_ibot(local: int) -> None:
     assert out["loss"].item() == near(0.7 * cls_loss + 1.3 * mim)
 
     centres = [(c, c.value.clone()) for c in (method.centre, method.centre_patch)]
-    method.after_step(1.0)  # μ = 1: the teacher stays, the centres move
+    method.after_step(1.0)  # μ = 1: the teacher stays, the centers move
     everything = [g(torch.cat([all_tokens(f, each)[part].flatten(0, -2) for each in x[:2]])) for part in (0, 1)]
     for (centre, before), outputs in zip(centres, everything, strict=True):
         torch.testing.assert_close(centre.value, 0.9 * before + 0.1 * outputs.mean(dim=0), atol=1e-6, rtol=1e-4)

@@ -161,7 +161,7 @@ def test_a_term_that_is_off_costs_no_pass_and_changes_no_other(weights: tuple[fl
     assert images == [6 * (oto + (mto or mtm)), *[6] * (oto + mto + mtm)]  # the queries' pass, then one for each key
 
 
-def test_normalised_mix_to_mix_sums_to_one() -> None:
+def test_normalized_mix_to_mix_sums_to_one() -> None:
     out = make(num_mix=3, normalize_mix_to_mix=True).train()(views(8))
     assert out["mtm/chance"].item() == pytest.approx(math.log(8), rel=1e-5)
 

@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "regioncl": {},
 }
 SMALL = {"head_hidden": 32, "head_out": 16}
-STEPS = 3  # centres and the queue act from the second and third pass on
+STEPS = 3  # centers and the queue act from the second and third pass on
 
 
 def views(n: int = 8) -> list[Tensor]:

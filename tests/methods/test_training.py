@@ -24,7 +24,7 @@ from patchmix.train.log import RunLog, read_metrics
 from patchmix.train.loop import build_optimizer, train
 
 CPU = torch.device("cpu")
-STEPS = 400  # in which shapes are told by their outlines
+STEPS = 400  # enough to tell shapes apart by their outlines
 # Self-distillation has no negatives: views that share too little of what the untrained network sees end at chance.
 GENTLE = {
     "area": (0.6, 1.0),
@@ -100,7 +100,7 @@ def test_every_option_can_be_set_by_name(name: str) -> None:
 
 
 def textures(length: int, seed: int) -> InMemorySource:
-    """Eight classes of grey waves and checks by their frequency; angle, phase and contrast are random.
+    """Eight classes of gray waves and checks by their frequency; angle, phase and contrast are random.
 
     Unlike the outlines of `shapes`, these are learnt within two hundred steps.
     """
@@ -149,13 +149,13 @@ def beats_the_random_encoder(config: Config, source: InMemorySource, unseen: InM
     assert collapse_warning(after) is None
 
 
-def knn_and_health(config: Config, bank: Subset, asked: Subset) -> Any:
+def knn_and_health(config: Config, bank: Subset, test: Subset) -> Any:
     def evaluate(encoder: torch.nn.Module) -> Any:
         settings = {"image_size": 32, "mean": config.views.mean, "std": config.views.std, "device": CPU, "workers": 0}
-        known, queries = (extract(encoder, part, **settings) for part in (bank, asked))
-        yield from health(known.vectors)
-        assert known.labels is not None and queries.labels is not None
-        predicted = knn_predict(known.vectors, known.labels, queries.vectors, ks=[20])[20]
+        keys, queries = (extract(encoder, part, **settings) for part in (bank, test))
+        yield from health(keys.vectors)
+        assert keys.labels is not None and queries.labels is not None
+        predicted = knn_predict(keys.vectors, keys.labels, queries.vectors, ks=[20])[20]
         yield "knn", accuracy(predicted, queries.labels)
 
     return evaluate

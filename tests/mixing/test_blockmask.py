@@ -28,7 +28,7 @@ def test_no_mask_without_probability() -> None:
 
 
 def test_masks_are_blocks() -> None:
-    """Masked patches have more masked neighbours than patches masked at random would."""
+    """Masked patches have more masked neighbors than patches masked at random would."""
     masks = draw(probability=1.0, ratio=(0.3, 0.3)).view(-1, 14, 14).float()
     beside = (masks[:, :, 1:] * masks[:, :, :-1]).sum() / masks[:, :, 1:].sum()
     assert beside > 0.7  # at random: 0.3

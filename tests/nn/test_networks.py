@@ -74,7 +74,7 @@ def test_impossible_models_are_refused(name: str, options: dict, message: str) -
         create_encoder(name, **options)
 
 
-def test_initialisation() -> None:
+def test_initialization() -> None:
     encoder = create_encoder("vit_tiny_patch8_32", depth=2)
     initialize_as_mocov3(encoder)
     d = encoder.embed_dim

@@ -1,4 +1,4 @@
-"""kNN as its definition reads, one query and one neighbour at a time, in double precision."""
+"""kNN as its definition reads, one query and one neighbor at a time, in double precision."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def nt_xent(z1: Tensor, z2: Tensor, tau: float) -> float:
 
 
 def byol(q: Tensor, z: Tensor) -> float:
-    """Eq. 2: the squared distance of the normalised prediction and projection."""
+    """Eq. 2: the squared distance of the normalized prediction and projection."""
     pairs = [(unit(a), unit(b)) for a, b in zip(rows(q), rows(z), strict=True)]
     return sum(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) for a, b in pairs) / len(pairs)
 

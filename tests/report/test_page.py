@@ -56,7 +56,7 @@ def test_it_says_what_the_run_is_and_what_it_is_worth(
     assert [panel["key"] for panel in data["curves"]["panels"]][:4] == ["oto", "mto", "mtm", "knn"]
 
 
-def test_a_run_that_is_unfinished_or_collapsed_is_told_apart(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_unfinished_or_collapsed_is_marked(run: Path, tmp_path: Path) -> None:
     going = tmp_path / "going"
     shutil.copytree(run, going)
     (going / "encoder.safetensors").unlink()

@@ -71,7 +71,7 @@ def test_what_does_not_change_the_training_may_differ() -> None:
     config = paper_config("sets/cifar10").replace(seed=7, workers=9, accumulate=2)
     row = paper_row(config, "cifar10")
     assert row is not None and row.knn == 92.9
-    assert paper_row(config, "cifar100") is None  # trained on one set and judged on another
+    assert paper_row(config, "cifar100") is None  # trained on one set and evaluated on another
     assert paper_row(paper_config("cifar100"), "cifar100") is not None
     longer = paper_row(paper_config(epochs=1600), "cifar10")
     assert longer is not None and longer.knn == 93.5
