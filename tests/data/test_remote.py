@@ -153,7 +153,7 @@ def test_what_a_killed_process_began_to_fetch_is_fetched_again(server: Server, c
     kept.write_bytes(kept.read_bytes()[:-512] + bytes(512))  # of the right size
     (kept.parent / ".unfinished").touch()
     np.testing.assert_array_equal(opened(f"{server.url}/part-1.tar").load(3), right)
-    assert server.shards_asked() == ["/part-1.tar"] * 2
+    assert server.shard_requests() == ["/part-1.tar"] * 2
 
 
 def test_the_folder_is_bounded_and_the_oldest_go(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
