@@ -21,7 +21,7 @@ from patchmix.build import METHODS
 from patchmix.methods.method import Method
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.heads import mlp_head
-from patchmix.nn.passes import project
+from patchmix.nn.tokens import project
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SimSiam(Method):
         self.predictor = mlp_head(2, options.out, options.hidden // 4, options.out)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        z1, z2 = project(self.encoder, self.projector, views[:2])
+        z1, z2 = project(views[:2], self.encoder, self.projector)
         p1, p2 = self.predictor(z1), self.predictor(z2)
         loss = -(cosine(p1, z2.detach()) + cosine(p2, z1.detach())) / 2
         return {"loss": loss, "spread": F.normalize(z1, dim=1).std(dim=0).mean()}  # 1/√head_out, or 0 if collapsed

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchmix.losses import chance, contrast, floor, place, smooth
+from patchmix.losses import chance, contrast, floor, pad_targets, smooth
 from patchmix.mixing import overlap
 from patchmix.mixing.patchmix import share
 from tests.oracles import losses as oracle
@@ -54,9 +54,9 @@ def test_smoothing_spreads_over_all_keys() -> None:
     assert smoothed[0, 1].item() == pytest.approx(0.1 / 4)
 
 
-def test_place_puts_the_block_at_the_offset() -> None:
-    placed = place(torch.eye(2), 6, 2)
-    assert placed.tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0]]
+def test_padded_targets_have_the_block_at_the_offset() -> None:
+    padded = pad_targets(torch.eye(2), 6, 2)
+    assert padded.tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0]]
 
 
 def test_logits_stay_fp32_under_autocast() -> None:

@@ -1,13 +1,12 @@
-"""The soft-target contrast, and what its value can be compared with.
+"""The soft-target contrast, and the values it is compared with.
 
-N queries, K keys. A target row says how similar query i should be to every key; it sums to 1 for origin-to-origin
-and mix-to-origin, and to M for mix-to-mix as the paper prints it (Eq. 12).
+N queries, K keys. A target row says how similar query i should be to every key. It sums to 1 for origin-to-origin
+and mix-to-origin, and to M for mix-to-mix as printed in the paper (Eq. 12).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,8 @@ from torch import Tensor
 def contrast(queries: Tensor, keys: Tensor, target: Tensor, temperature: float) -> Tensor:
     """−1/N Σ_i Σ_j target_ij · log softmax_j(sim(query_i, key_j) / τ), with cosine similarity (Eqs. 13-15).
 
-    queries: (N, D), keys: (K, D), target: (N, K). Gradients flow into both queries and keys: a caller that wants
-    the paper's stop-gradient detaches the keys. Logits are fp32 whatever the autocast.
+    queries: (N, D), keys: (K, D), target: (N, K). Gradients flow into queries and keys: detach the keys for the
+    paper's stop-gradient. Logits are fp32 under any autocast.
     """
     with torch.autocast(queries.device.type, enabled=False):
         similarity = F.normalize(queries.float(), dim=1) @ F.normalize(keys.float(), dim=1).T
@@ -26,19 +25,19 @@ def contrast(queries: Tensor, keys: Tensor, target: Tensor, temperature: float) 
 
 
 def cross_entropy(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """−Σ_k target_k · log softmax_k(logits / τ) of each row: (…, K), (…, K) → (…), in fp32 whatever the autocast."""
+    """−Σ_k target_k · log softmax_k(logits / τ) of each row: (…, K), (…, K) → (…), in fp32 under any autocast."""
     with torch.autocast(logits.device.type, enabled=False):
         return -(target * F.log_softmax(logits.float() / temperature, dim=-1)).sum(dim=-1)
 
 
 def entropy(target: Tensor) -> Tensor:
-    """Of each row that sums to 1, the least its cross-entropy can be: (…, K) → (…)."""
+    """The lowest cross-entropy of each row that sums to 1: (…, K) → (…)."""
     value: Tensor = -torch.special.xlogy(target, target).sum(dim=-1)
     return value
 
 
 def chance(target: Tensor) -> Tensor:
-    """The contrast of a model that finds all K keys equally similar: ln K × row sum."""
+    """The contrast of a model for which all K keys are equally similar: ln K × row sum."""
     return target.sum(dim=1).mean() * math.log(target.shape[1])
 
 
@@ -54,20 +53,20 @@ def smooth(target: Tensor, smoothing: float) -> Tensor:
     return (1.0 - smoothing) * target + smoothing / target.shape[1]
 
 
-def place(target: Tensor, keys: int, offset: int) -> Tensor:
-    """A process's own (N, n) target among the keys gathered from all: (N, K), zero elsewhere."""
+def pad_targets(target: Tensor, keys: int, offset: int) -> Tensor:
+    """A process's (N, n) targets among the keys gathered from all processes: (N, K), zero elsewhere."""
     return F.pad(target, (offset, keys - offset - target.shape[1]))
 
 
 class Contrasts:
-    """Adds up weighted contrasts, and keeps each with what it can be compared with, for the log."""
+    """Adds up weighted contrasts, and logs each with its chance and floor."""
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
         self.entries: dict[str, Tensor] = {}
         self.loss: Tensor | float = 0.0
 
-    def add(self, name: str, weight: float, pairs: Sequence[tuple[Tensor, Tensor]], target: Tensor) -> None:
+    def add(self, name: str, weight: float, *pairs: tuple[Tensor, Tensor], target: Tensor) -> None:
         """The sum of the contrasts of several (queries, keys) that have the same target."""
         value = torch.stack([contrast(h, z, target, self.temperature) for h, z in pairs]).sum()
         self.loss = self.loss + weight * value

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import eager
 
-from patchmix.build import METHODS, method_options
-from patchmix.config import from_yaml
+from patchmix.build import METHODS
+from patchmix.config import from_yaml, validate
 from patchmix.methods.method import Method
-from patchmix.nn.class_token import class_tokens
+from patchmix.methods.options import METHOD_OPTIONS
+from patchmix.nn.tokens import class_tokens
 from patchmix.nn.vit import create_encoder
 
 SMALL = {"head_hidden": 32, "head_out": 16}
@@ -25,7 +26,7 @@ SMALL = {"head_hidden": 32, "head_out": 16}
 def make(name: str) -> Method:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, drop_path=0.1)
-    return METHODS[name](encoder, method_options(name, SMALL)).train()
+    return METHODS[name](encoder, validate(METHOD_OPTIONS[name], SMALL)).train()
 
 
 def views() -> list[Tensor]:

@@ -11,7 +11,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.build import method_options
+from patchmix.config import validate
+from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.mixing import MIXES
 from patchmix.nn.vit import create_encoder
@@ -33,7 +34,7 @@ def views(n: int = 32) -> list[Tensor]:
 def run(options: dict[str, Any], images: list[Tensor], world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
-    method = PatchMixMethod(encoder, method_options("patchmix", SMALL | {"mix_across": True} | options)).train()
+    method = PatchMixMethod(encoder, validate(PatchMixOptions, SMALL | {"mix_across": True} | options)).train()
     wrapped: Any = torch.nn.parallel.DistributedDataParallel(method, broadcast_buffers=False) if world > 1 else method
     losses = []
     for step in range(STEPS):

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchmix.build import METHODS, method_options
+from patchmix.build import METHODS
+from patchmix.config import validate
 from patchmix.methods.method import Method
+from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.methods.swav import sinkhorn
 from patchmix.mixing import PatchMix
-from patchmix.nn.passes import all_tokens
+from patchmix.nn.tokens import all_tokens
 from patchmix.nn.vit import create_encoder
 from tests.oracles import methods as oracle
 
@@ -25,7 +27,7 @@ def make(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
     own = {"swav": {"prototypes": 12}}.get(name, {})
-    return METHODS[name](encoder, method_options(name, SMALL | own | options)).train()
+    return METHODS[name](encoder, validate(METHOD_OPTIONS[name], SMALL | own | options)).train()
 
 
 def views(n: int = 6, local: int = 0) -> list[Tensor]:
@@ -184,11 +186,11 @@ def test_dino(local: int) -> None:
     method = make("dino")
     shaken(method)
     x = views(local=local)
-    method.centre.value.normal_(std=0.1)
+    method.center.value.normal_(std=0.1)
     s = [method.head(method.encoder(each)) for each in x]
     f, g = method.momentum_copy.network
     t = [g(f(each)) for each in x[:2]]
-    expected = oracle.dino(s, t, method.centre.value, 0.1, 0.04)
+    expected = oracle.dino(s, t, method.center.value, 0.1, 0.04)
     assert method(x)["loss"].item() == near(expected)
 
 
@@ -199,11 +201,11 @@ def test_dino_center_follows_the_teachers_mean() -> None:
     t = torch.cat([g(f(each)) for each in x]).detach()
     for step in range(1, 4):
         method(x)
-        torch.testing.assert_close(method.centre.value, (1 - 0.75 ** (step - 1)) * t.mean(dim=0), atol=1e-6, rtol=1e-4)
-        method.centre.update()
-        torch.testing.assert_close(method.centre.value, (1 - 0.75**step) * t.mean(dim=0), atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(method.center.value, (1 - 0.75 ** (step - 1)) * t.mean(dim=0), atol=1e-6, rtol=1e-4)
+        method.center.update()
+        torch.testing.assert_close(method.center.value, (1 - 0.75**step) * t.mean(dim=0), atol=1e-6, rtol=1e-4)
     method.after_step(1.0)  # μ = 1: nothing moves, and nothing was observed
-    torch.testing.assert_close(method.centre.value, (1 - 0.75**3) * t.mean(dim=0), atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(method.center.value, (1 - 0.75**3) * t.mean(dim=0), atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["dino", "ibot"])
@@ -236,8 +238,8 @@ def test_ibot(local: int) -> None:
     shaken(method)
     with torch.no_grad():
         method.mask_token.normal_()
-    method.centre.value.normal_(std=0.1)
-    method.centre_patch.value.normal_(std=0.1)
+    method.center.value.normal_(std=0.1)
+    method.center_patch.value.normal_(std=0.1)
     x = views(local=local)
     method.generator.manual_seed(3)
     out = method(x)
@@ -252,19 +254,19 @@ def test_ibot(local: int) -> None:
         t_cls, t_patches = all_tokens(f, each)
         s.append(method.head(cls))
         t.append(g(t_cls))
-        args = (hidden, method.centre_patch.value, 0.1, 0.05)
+        args = (hidden, method.center_patch.value, 0.1, 0.05)
         mim += oracle.masked_patches(method.head(patches), g(t_patches), *args) / 2
     s += [method.head(method.encoder(crop)) for crop in x[2:]]
-    cls_loss = oracle.dino(s, t, method.centre.value, 0.1, 0.04)
+    cls_loss = oracle.dino(s, t, method.center.value, 0.1, 0.04)
     assert out["cls"].item() == near(cls_loss)
     assert out["mim"].item() == near(mim)
     assert out["loss"].item() == near(0.7 * cls_loss + 1.3 * mim)
 
-    centres = [(c, c.value.clone()) for c in (method.centre, method.centre_patch)]
+    centers = [(c, c.value.clone()) for c in (method.center, method.center_patch)]
     method.after_step(1.0)  # μ = 1: the teacher stays, the centers move
     everything = [g(torch.cat([all_tokens(f, each)[part].flatten(0, -2) for each in x[:2]])) for part in (0, 1)]
-    for (centre, before), outputs in zip(centres, everything, strict=True):
-        torch.testing.assert_close(centre.value, 0.9 * before + 0.1 * outputs.mean(dim=0), atol=1e-6, rtol=1e-4)
+    for (center, before), outputs in zip(centers, everything, strict=True):
+        torch.testing.assert_close(center.value, 0.9 * before + 0.1 * outputs.mean(dim=0), atol=1e-6, rtol=1e-4)
 
 
 def test_tokens_are_those_of_the_encoder_and_masked_patches_cannot_be_seen() -> None:

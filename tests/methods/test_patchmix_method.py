@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchmix.build import method_options
+from patchmix.config import validate
+from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.mixing import Mix
 from patchmix.mixing.patchmix import share
@@ -17,7 +18,7 @@ from tests.oracles import losses as oracle
 def make(**options: object) -> PatchMixMethod:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2)
-    return PatchMixMethod(encoder, method_options("patchmix", {"head_hidden": 32, "head_out": 16} | options))
+    return PatchMixMethod(encoder, validate(PatchMixOptions, {"head_hidden": 32, "head_out": 16} | options))
 
 
 def views(n: int = 6, seed: int = 0) -> list[Tensor]:
@@ -117,7 +118,7 @@ def test_mixed_local_crops_have_their_own_shares(name: str) -> None:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
     method = PatchMixMethod(
-        encoder, method_options("patchmix", {"mix": name, "head_hidden": 32, "head_out": 16})
+        encoder, validate(PatchMixOptions, {"mix": name, "head_hidden": 32, "head_out": 16})
     ).train()
     crops = [torch.randn(6, 3, 8, 8) for _ in range(2)]
     x1, x2 = views()
@@ -201,11 +202,13 @@ def test_one_number_of_images_is_drawn_per_step_for_both_views() -> None:
 @pytest.mark.parametrize(("stages", "progress", "expected"), [(0, 0.5, 0.998), (4, 0.49, None), (4, 0.5, 0.998)])
 def test_momentum_by_step_or_by_stage(stages: int, progress: float, expected: float | None) -> None:
     method = make(momentum=0.996, momentum_stages=stages)
+    assert method.momentum_copy is not None
+    momentum = method.momentum_copy.momentum
     if expected is None:
-        assert method.momentum_at(progress) == method.momentum_at(0.25)
+        assert momentum(progress) == momentum(0.25)
     else:
-        assert method.momentum_at(progress) == pytest.approx(expected)
-    assert method.momentum_at(1.0) == 1.0
+        assert momentum(progress) == pytest.approx(expected)
+    assert momentum(1.0) == 1.0
 
 
 @pytest.mark.parametrize("when", ["after_step", "before_keys"])

@@ -11,7 +11,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.build import METHODS, method_options
+from patchmix.build import METHODS
+from patchmix.config import validate
+from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import create_encoder
 
 # Mixes and masks are drawn per process: where a method has them, they are switched off or fixed.
@@ -42,7 +44,7 @@ def masks_by_content(images: Tensor) -> Tensor:
 def run(name: str, images: list[Tensor], world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
-    method: Any = METHODS[name](encoder, method_options(name, SMALL | OPTIONS[name])).train()
+    method: Any = METHODS[name](encoder, validate(METHOD_OPTIONS[name], SMALL | OPTIONS[name])).train()
     if name == "ibot":
         method.draw_masks = masks_by_content
     if name == "sdmp":
@@ -85,7 +87,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_two_processes_equal_one_with_twice_the_batch(
     name: str, two: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for user in ("mixing.regionswap", "methods.regioncl"):  # pairs as two processes make them, each in its half
+    for user in ("mixing.pairs", "methods.regioncl"):  # pairs as two processes make them, each in its half
         monkeypatch.setattr(f"patchmix.{user}.partners", lambda x: torch.cat([half.flip(0) for half in x.chunk(2)]))
     one, both = run(name, views(), 1), two[name]
     torch.testing.assert_close(both["losses"], one["losses"], atol=2e-5, rtol=2e-5)

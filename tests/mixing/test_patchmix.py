@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchmix.mixing import Mixed, PatchMix, overlap
-from patchmix.mixing.patchmix import mix_index, omega_mtm, share, y_mtm, y_mto
+from patchmix.mixing.patchmix import share
 from tests.oracles import mixing as oracle
+from tests.oracles.mixing import mix_index, omega_mtm, y_mtm, y_mto
 
 
 def permutation(seed: int, patches: int) -> list[int]:

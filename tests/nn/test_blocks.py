@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from patchmix.nn.blocks import through
-from patchmix.nn.class_token import class_tokens
+from patchmix.nn.tokens import class_tokens, run_block
 from tests.nn.test_class_token import IMAGES, build
 
 
@@ -32,11 +31,11 @@ def test_norm_and_activation_are_not_kept() -> None:
     """For each number of its input a block of timm's keeps 4 of the activation and 1 of the norm, which are spared."""
     block = build().blocks[0].train()
     x = torch.randn(4, 17, 24, requires_grad=True)
-    lean = kept_numbers(block, lambda: through(block, x, recompute=False))
+    lean = kept_numbers(block, lambda: run_block(block, x, recompute=False))
     statistics = 2 * 4 * 17  # of the norm: a mean and a deviation of each token
     assert kept_numbers(block, lambda: block(x)) - lean == 5 * x.numel() + statistics
     with FlopCounterMode(display=False) as counter:
-        through(block, x, recompute=False).sum().backward()
+        run_block(block, x, recompute=False).sum().backward()
     with FlopCounterMode(display=False) as whole:
         block(x).sum().backward()
     assert counter.get_total_flops() == whole.get_total_flops()  # no matrix is multiplied twice
@@ -53,7 +52,7 @@ def test_dropout_in_the_mlp_is_the_same_in_both_directions() -> None:
         return list(torch.autograd.grad(out, list(block.parameters())))
 
     wanted = gradients(block)
-    for found, expected in zip(gradients(lambda x: through(block, x, recompute=False)), wanted, strict=True):
+    for found, expected in zip(gradients(lambda x: run_block(block, x, recompute=False)), wanted, strict=True):
         torch.testing.assert_close(found, expected)
 
 

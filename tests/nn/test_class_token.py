@@ -10,7 +10,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch.utils.flop_counter import FlopCounterMode
 
-from patchmix.nn.class_token import class_tokens
+from patchmix.nn.tokens import class_tokens
 from patchmix.nn.vit import create_encoder
 
 IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -117,10 +117,10 @@ def test_heads_of_the_table() -> None:
 
 
 def test_momentum_copy_follows_by_moving_average() -> None:
-    base = nn.ModuleList(
-        [create_encoder("vit_tiny_patch8_32", dim=24, depth=2, heads=2, drop_path=0.3), nn.Linear(2, 2)]
-    )
-    copy = MomentumCopy(base)
+    encoder = create_encoder("vit_tiny_patch8_32", dim=24, depth=2, heads=2, drop_path=0.3)
+    base = nn.ModuleList([encoder, nn.Linear(2, 2)])
+    copy = MomentumCopy(*base, momentum=lambda progress: 0.9)
+    assert [name for name, _ in copy.named_parameters()] == [f"network.{name}" for name, _ in base.named_parameters()]
     before = [p.clone() for p in copy.network.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, base.parameters(), strict=True))
     assert not any(p.requires_grad for p in copy.parameters())
@@ -129,6 +129,6 @@ def test_momentum_copy_follows_by_moving_average() -> None:
     with torch.no_grad():
         for p in base.parameters():
             p.add_(torch.randn_like(p))
-    copy.update(base, 0.9)
+    assert copy.update(0.0) == 0.9
     for xi, old, theta in zip(copy.network.parameters(), before, base.parameters(), strict=True):
         torch.testing.assert_close(xi, 0.9 * old + 0.1 * theta)

@@ -1,4 +1,4 @@
-"""Algorithm 1 with loops, one image and one patch at a time."""
+"""Algorithm 1 with loops, one image and one patch at a time; indices and weights as Eqs. 8-12 print them."""
 
 from __future__ import annotations
 
@@ -39,3 +39,25 @@ def mix(images: Tensor, p: int, m: int, k: list[int]) -> Tensor:
 def groups_by_flat_index(n: int, m: int) -> list[tuple[int, int]]:
     """Which (image, group) stands at every place of the mixed batch, by u(i, m), in the order of Eq. 8."""
     return [((i + group) % n, group) for i in range(n) for group in range(m)]
+
+
+def mix_index(n: int, m: int) -> Tensor:
+    """q of Eq. 9: which of the L = N·M flattened patch groups stands at place l after mixing. Returns (L,)."""
+    groups = torch.arange(n * m)  # l, Eq. 8
+    return (groups + (groups % m) * m) % (n * m)
+
+
+def y_mto(n: int, m: int) -> Tensor:
+    """Eq. 10: the M originals in each mixed image, u(i, m) = (i + m) mod N. Returns (N, M)."""
+    return (torch.arange(n).unsqueeze(1) + torch.arange(m)) % n
+
+
+def y_mtm(n: int, m: int) -> Tensor:
+    """Eq. 11: the 2M − 1 mixed images of the other view that overlap with each. Returns (N, 2M − 1)."""
+    return (torch.arange(n).unsqueeze(1) + torch.arange(1 - m, m)) % n
+
+
+def omega_mtm(n: int, m: int) -> Tensor:
+    """Eq. 12: the weights of y_mtm, 1 − |M − j − 1| / M. Returns (N, 2M − 1)."""
+    weights = 1.0 - (m - torch.arange(2 * m - 1) - 1).abs() / m
+    return weights.expand(n, -1)

@@ -37,7 +37,7 @@ from patchmix.device import resolve_device
 from patchmix.files import replacing, writing
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
-from patchmix.nn.class_token import class_tokens
+from patchmix.nn.tokens import class_tokens
 from patchmix.progress import progress_bar
 from patchmix.settings import Embed
 

@@ -13,42 +13,30 @@ from patchmix.methods.method import Method
 from patchmix.methods.options import BYOLOptions
 from patchmix.nn.heads import BatchNorm
 from patchmix.nn.momentum import MomentumCopy
-from patchmix.nn.passes import project
+from patchmix.nn.tokens import project
 from patchmix.schedules import Cosine
 
 
 class BYOL(Method):
-    """Defaults are the paper's (Section 3.3), for 1000 epochs."""
-
     def __init__(self, encoder: VisionTransformer, options: BYOLOptions = BYOLOptions()) -> None:
         super().__init__()
         self.options = options
         self.encoder = encoder
         self.projector = _head(encoder.num_features, options.head_hidden, options.head_out)  # g
         self.predictor = _head(options.head_out, options.head_hidden, options.head_out)  # q
-        self.momentum_copy = MomentumCopy(self._online())  # ξ
-        self.momentum = Cosine(options.momentum, 1.0)
+        self.momentum_copy = MomentumCopy(encoder, self.projector, momentum=Cosine(options.momentum, 1.0))  # ξ
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), then any number of local crops, which predict both targets."""
-        q1, q2, *q_local = [self.predictor(z) for z in project(self.encoder, self.projector, views)]
-        with torch.no_grad():
-            f, g = self.momentum_copy.network
-            z1, z2 = project(f, g, views[:2])
+        q1, q2, *q_local = project(views, self.encoder, self.projector, self.predictor)
+        z1, z2 = self.momentum_copy.project(*views[:2])
         loss = regression(q1, z2) + regression(q2, z1)  # Eq. 2, and the same with the views exchanged
-        whole = torch.tensor(4.0, device=loss.device)  # of orthogonal vectors: 2 each way
-        entries = {"loss": loss, "byol": loss, "byol/chance": whole, "byol/floor": 0 * whole}
+        chance = torch.tensor(4.0, device=loss.device)  # of orthogonal vectors: 2 each way
+        entries = {"loss": loss, "byol": loss, "byol/chance": chance, "byol/floor": 0 * chance}
         if q_local:
             local = torch.stack([regression(q, z) for q in q_local for z in (z1, z2)]).sum() / len(q_local)
-            entries |= {"loss": loss + local, "local": local, "local/chance": whole, "local/floor": 0 * whole}
+            entries |= {"loss": loss + local, "local": local, "local/chance": chance, "local/floor": 0 * chance}
         return entries
-
-    def after_step(self, progress: float) -> None:
-        self.scalars["momentum"] = self.momentum(progress)
-        self.momentum_copy.update(self._online(), self.scalars["momentum"])
-
-    def _online(self) -> nn.ModuleList:
-        return nn.ModuleList([self.encoder, self.projector])
 
 
 def regression(q: Tensor, z: Tensor) -> Tensor:

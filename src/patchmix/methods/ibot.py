@@ -17,16 +17,14 @@ from patchmix.losses import cross_entropy, entropy
 from patchmix.methods.method import Method
 from patchmix.methods.options import IBOTOptions
 from patchmix.mixing import block_masks
-from patchmix.nn.momentum import MomentumCopy
-from patchmix.nn.passes import all_tokens, project
-from patchmix.nn.prototypes import Centre, PrototypeHead
+from patchmix.nn.heads import PrototypeHead
+from patchmix.nn.momentum import Center, MomentumCopy
+from patchmix.nn.tokens import all_tokens, project
 from patchmix.nn.vit import patch_size_of
-from patchmix.schedules import Cosine
+from patchmix.schedules import Cosine, Linear
 
 
 class IBOT(Method):
-    """Defaults are the paper's for ViT (Section 4 and appendix B); epochs are shares of the training here."""
-
     def __init__(self, encoder: VisionTransformer, options: IBOTOptions = IBOTOptions()) -> None:
         super().__init__()
         self.options = options
@@ -38,38 +36,46 @@ class IBOT(Method):
             bottleneck=options.head_bottleneck,
             fixed_length=options.norm_last_layer,
         )
-        self.momentum_copy = MomentumCopy(self._student())
+        self.momentum_copy = MomentumCopy(encoder, self.head, momentum=Cosine(options.momentum, 1.0))  # the teacher
         self.mask_token = nn.Parameter(torch.zeros(encoder.embed_dim))  # e_[MASK]
-        self.centre = Centre(options.head_out, options.center_momentum)  # C
-        self.centre_patch = Centre(options.head_out, options.center_patch_momentum)  # C′
-        self.momentum = Cosine(options.momentum, 1.0)
+        self.center = Center(options.head_out, options.center_momentum)  # C
+        self.center_patch = Center(options.head_out, options.center_patch_momentum)  # C′
+        self.patch_size = patch_size_of(encoder)
         self.before_step(0.0)
+
+    def before_step(self, progress: float) -> None:
+        options = self.options
+        for name, (start, end) in (
+            ("teacher_temperature", options.teacher_temperature),
+            ("teacher_patch_temperature", options.teacher_patch_temperature),
+        ):
+            self.scalars[name] = Linear(start, end, options.teacher_warmup)(progress)
+        self.head.frozen = progress < options.freeze_last_layer
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: u, v (N, C, H, W), then any number of local crops, for L_CLS only."""
         both, n = torch.cat(list(views[:2])), len(views[0])
         mask = self.draw_masks(both)  # (2N, T)
         tokens, patches = all_tokens(self.encoder, both, mask, self.mask_token)
-        s = [*self.head(tokens).split(n), *project(self.encoder, self.head, views[2:])]
+        s = [*self.head(tokens).split(n), *project(views[2:], self.encoder, self.head)]
         s_masked = self.head(patches[mask])  # (masked, K)
         with torch.no_grad():
             f, g = self.momentum_copy.network
             assert isinstance(g, PrototypeHead)
             whole, whole_patches = all_tokens(f, both)
             t, z_patch = g(whole).float(), g.embed(whole_patches)
-            p = torch.softmax((t - self.centre.value) / self.scalars["teacher_temperature"], dim=-1)
-            centred = g.scores(z_patch[mask]).float() - self.centre_patch.value
-            p_masked = torch.softmax(centred / self.scalars["teacher_patch_temperature"], dim=-1)
-            self.centre.observe(t)
-            self.centre_patch.observe(g.scores(z_patch.float().mean(dim=(0, 1), keepdim=True)))  # scores are linear
+            p = torch.softmax((t - self.center.value) / self.scalars["teacher_temperature"], dim=-1)
+            centered = g.scores(z_patch[mask]).float() - self.center_patch.value
+            p_masked = torch.softmax(centered / self.scalars["teacher_patch_temperature"], dim=-1)
+            self.center.observe(t)
+            self.center_patch.observe(g.scores(z_patch.float().mean(dim=(0, 1), keepdim=True)))  # scores are linear
 
+        tau = self.options.student_temperature
         pairs = [(s[j], p[i * n : (i + 1) * n]) for i in (0, 1) for j in range(len(s)) if j != i]
-        cls = torch.stack(
-            [cross_entropy(x, y, self.options.student_temperature).mean() for x, y in pairs]
-        ).mean()  # Eq. 2
+        cls = torch.stack([cross_entropy(x, y, tau).mean() for x, y in pairs]).mean()  # Eq. 2
         # Each masked view counts once, however many of its patches are masked (Eq. 3).
-        each = (1.0 / mask.sum(dim=1, keepdim=True).clamp_min(1)).expand_as(mask)[mask] / len(both)
-        mim = (each * cross_entropy(s_masked, p_masked, self.options.student_temperature)).sum()
+        weight = (1.0 / mask.sum(dim=1, keepdim=True).clamp_min(1)).expand_as(mask)[mask] / len(both)
+        mim = (weight * cross_entropy(s_masked, p_masked, tau)).sum()
         chance = torch.tensor(math.log(t.shape[-1]), device=cls.device)
         return {
             "loss": self.options.weights[0] * cls + self.options.weights[1] * mim,
@@ -77,40 +83,26 @@ class IBOT(Method):
             "cls/chance": chance,
             "cls/floor": entropy(p).mean(),
             "mim": mim,
-            "mim/chance": each.sum() * chance,
-            "mim/floor": (each * entropy(p_masked)).sum(),
+            "mim/chance": weight.sum() * chance,
+            "mim/floor": (weight * entropy(p_masked)).sum(),
         }
 
     def draw_masks(self, images: Tensor) -> Tensor:
         """(N, T), true where a patch is masked; drawn on the CPU from the method's own generator."""
-        size = patch_size_of(self.encoder)  # type: ignore[arg-type]
         masks = block_masks(
             len(images),
-            images.shape[-2] // size,
-            images.shape[-1] // size,
+            images.shape[-2] // self.patch_size,
+            images.shape[-1] // self.patch_size,
             probability=self.options.mask_probability,
             ratio=self.options.mask_ratio,
             generator=self.generator,
         )
         return masks.to(images.device, non_blocking=True)
 
-    def before_step(self, progress: float) -> None:
-        rise = min(1.0, progress / self.options.teacher_warmup) if self.options.teacher_warmup else 1.0
-        for name, (low, high) in (
-            ("teacher_temperature", self.options.teacher_temperature),
-            ("teacher_patch_temperature", self.options.teacher_patch_temperature),
-        ):
-            self.scalars[name] = low + (high - low) * rise
-        self.head.frozen = progress < self.options.freeze_last_layer
-
     def fixed_parameters(self) -> list[nn.Parameter]:
         return self.head.fixed_parameters()
 
     def after_step(self, progress: float) -> None:
-        self.scalars["momentum"] = self.momentum(progress)
-        self.momentum_copy.update(self._student(), self.scalars["momentum"])
-        self.centre.update()
-        self.centre_patch.update()
-
-    def _student(self) -> nn.ModuleList:
-        return nn.ModuleList([self.encoder, self.head])
+        super().after_step(progress)
+        self.center.update()
+        self.center_patch.update()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from patchmix.nn.momentum import MomentumCopy
+
 
 class Method(nn.Module):
-    """One paper, one file. The loop calls, each step: `before_step`, `forward`, backward, optimiser, `after_step`.
+    """One paper, one file. The loop calls, each step: `before_step`, `forward`, backward, optimizer, `after_step`.
 
-    `forward` returns a dict with "loss"; the other entries are logged by name. For a contrast called "x" the entries
-    "x/chance" and "x/floor" say what its value can be compared with.
+    `forward` returns a dict with "loss"; the other entries are logged by name. For a contrast called "x", the entries
+    "x/chance" and "x/floor" are values to compare it with.
     """
 
     encoder: nn.Module  # what is evaluated, exported, shipped
@@ -25,22 +28,26 @@ class Method(nn.Module):
         self.generator = torch.Generator()
         self.shared_generator = torch.Generator()
         self.scalars = {}
+        self.register_load_state_dict_pre_hook(_rename_centers)  # type: ignore[no-untyped-call]
 
     def before_step(self, progress: float) -> None:
-        """`progress` is the share of the training done so far, from 0 up to 1."""
+        """`progress` is the fraction of the training done so far, from 0 up to 1."""
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         raise AssertionError("a method defines forward(views)")
 
     def fixed_parameters(self) -> Iterable[nn.Parameter]:
-        """What the optimiser leaves alone in this step, moments included. It must have a gradient all the same."""
+        """What the optimizer skips in this step, moments included. It must have a gradient all the same."""
         return ()
 
     def after_step(self, progress: float) -> None:
-        """After the optimiser step: moving averages, centres."""
+        """After the optimizer step: updates the momentum copy, if there is one. Methods with centers add theirs."""
+        for module in self.children():
+            if isinstance(module, MomentumCopy):
+                self.scalars["momentum"] = module.update(progress)
 
 
-def check_unit_interval(name: str, value: float, *, low_open: bool = False) -> None:
-    """A ValueError unless 0 ≤ value ≤ 1, or 0 < value ≤ 1."""
-    if not 0.0 <= value <= 1.0 or (low_open and value == 0.0):
-        raise ValueError(f"{name} is {value}; it must lie in {'(0' if low_open else '[0'}, 1]")
+def _rename_centers(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Checkpoints of 0.1 have "centre" in the names of DINO's and iBOT's buffers."""
+    for key in [key for key in state_dict if key.startswith(f"{prefix}centre")]:
+        state_dict[key.replace("centre", "center", 1)] = state_dict.pop(key)

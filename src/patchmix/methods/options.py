@@ -32,10 +32,6 @@ class PatchMixOptions:
     head_hidden: Count = 4096  # Width of the heads' hidden layers.
     head_out: Count = 256  # Size of the projections and predictions.
 
-    def __post_init__(self) -> None:
-        if not any(self.weights):
-            raise ValueError(f"weights are {self.weights}; at least one of the three must not be 0")
-
 
 @dataclass(frozen=True)
 class MoCoV3Options:

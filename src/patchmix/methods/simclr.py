@@ -1,6 +1,6 @@
 """SimCLR (Chen, Kornblith, Norouzi, Hinton: "A Simple Framework for Contrastive Learning", ICML 2020).
 
-NT-Xent, Eq. 1: every one of the 2K embeddings of the global batch must find its other view among the 2K − 1 others.
+NT-Xent, Eq. 1: each of the 2K embeddings of the global batch must match its other view among the 2K − 1 others.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 
 from patchmix import distributed
-from patchmix.losses import Contrasts, place
+from patchmix.losses import Contrasts, pad_targets
 from patchmix.methods.method import Method
 from patchmix.methods.options import SimCLROptions
 from patchmix.nn.heads import BatchNorm, mlp_head
-from patchmix.nn.passes import project
+from patchmix.nn.tokens import project
 
 
 class SimCLR(Method):
-    """Defaults are the paper's for ImageNet; for CIFAR-10 it takes τ = 0.5 (appendix B.9)."""
-
     def __init__(self, encoder: VisionTransformer, options: SimCLROptions = SimCLROptions()) -> None:
         super().__init__()
         self.options = options
@@ -34,8 +32,8 @@ class SimCLR(Method):
         self.projector[-1] = scaled
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """views: x1, x2 (N, C, H, W), then any number of local crops, which look for both views of their image."""
-        features = torch.cat(project(self.encoder, nn.Identity(), views))
+        """views: x1, x2 (N, C, H, W), then any number of local crops, which must match both views of their image."""
+        features = torch.cat(project(views, self.encoder))
         z1, z2, *z_local = self.projector(features).chunk(len(views))  # batch norms see all views at once
         keys = torch.cat([distributed.gather_with_gradient(z) for z in (z1, z2)])  # (2K, D)
         n, k, offset = len(z1), len(keys) // 2, distributed.rank() * len(z1)
@@ -43,20 +41,20 @@ class SimCLR(Method):
         chance = torch.tensor(math.log(max(2 * k - 1, 1)), device=loss.device)
         entries = {"loss": loss, "ntxent": loss, "ntxent/chance": chance, "ntxent/floor": torch.zeros_like(chance)}
         if z_local:
-            own = place(torch.eye(n, device=loss.device), k, offset)
+            same_image = pad_targets(torch.eye(n, device=loss.device), k, offset)
+            both_views = torch.cat([same_image, same_image], dim=1).repeat(len(z_local), 1) / 2
             terms = Contrasts(self.options.temperature)
-            both = torch.cat([own, own], dim=1).repeat(len(z_local), 1) / 2
-            terms.add("local", 1.0, [(torch.cat(z_local), keys)], both)
+            terms.add("local", 1.0, (torch.cat(z_local), keys), target=both_views)
             entries |= terms.total() | {"loss": loss + terms.loss}
         return entries
 
 
-def nt_xent(anchors: Tensor, keys: Tensor, offset: int, temperature: float) -> Tensor:
-    """anchors: (2N, D), this process's two views; keys: (2K, D), those of all, its own from `offset` in each half."""
-    n, k = len(anchors) // 2, len(keys) // 2
-    own = torch.arange(n, device=anchors.device) + offset
-    itself, other = torch.cat([own, own + k]), torch.cat([own + k, own])
-    with torch.autocast(anchors.device.type, enabled=False):
-        similarity = F.normalize(anchors.float(), dim=1) @ F.normalize(keys.float(), dim=1).T / temperature
-        similarity = similarity.scatter(1, itself.unsqueeze(1), -math.inf)  # 1[k ≠ i]
-        return F.cross_entropy(similarity, other)
+def nt_xent(queries: Tensor, keys: Tensor, offset: int, temperature: float) -> Tensor:
+    """queries: (2N, D), this process's two views; keys: (2K, D), of all, its own from `offset` in each half."""
+    n, k = len(queries) // 2, len(keys) // 2
+    index = torch.arange(n, device=queries.device) + offset
+    same_view, other_view = torch.cat([index, index + k]), torch.cat([index + k, index])
+    with torch.autocast(queries.device.type, enabled=False):
+        similarity = F.normalize(queries.float(), dim=1) @ F.normalize(keys.float(), dim=1).T / temperature
+        similarity = similarity.scatter(1, same_view.unsqueeze(1), -math.inf)  # 1[k ≠ i]
+        return F.cross_entropy(similarity, other_view)

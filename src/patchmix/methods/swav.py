@@ -18,12 +18,10 @@ from patchmix.losses import cross_entropy, entropy
 from patchmix.methods.method import Method
 from patchmix.methods.options import SwAVOptions
 from patchmix.nn.heads import BatchNorm
-from patchmix.nn.passes import project
+from patchmix.nn.tokens import project
 
 
 class SwAV(Method):
-    """Defaults are the paper's (Section 4 and appendix A); what it gives in epochs is a share of the training here."""
-
     queue: Tensor
     queued: Tensor
 
@@ -42,46 +40,47 @@ class SwAV(Method):
         self.register_buffer("queued", torch.zeros((), dtype=torch.long))
         self.frozen, self.queueing = options.freeze_prototypes > 0, options.queue_start == 0
 
+    @torch.no_grad()
+    def before_step(self, progress: float) -> None:
+        self.frozen = progress < self.options.freeze_prototypes
+        self.queueing = progress >= self.options.queue_start
+        self.prototypes.copy_(F.normalize(self.prototypes, dim=1))
+
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), which give codes, then any number of local crops, which only predict them."""
-        features = torch.cat(project(self.encoder, nn.Identity(), views))
+        features = torch.cat(project(views, self.encoder))
         z = F.normalize(self.projector(features).float(), dim=1).chunk(len(views))  # batch norms see all views at once
         prototypes = self.prototypes.detach() + 0.0 * self.prototypes if self.frozen else self.prototypes
         with torch.autocast(z[0].device.type, enabled=False):
             scores = [each @ prototypes.T for each in z]  # (N, prototypes)
-        codes = [self.codes(z[s], scores[s], self.queue[s]) for s in (0, 1)]
+        q = [self.codes(z[s], scores[s], self.queue[s]) for s in (0, 1)]
         if self.queueing and self.queue.shape[1]:
-            self._enqueue(z[0], z[1])
+            self.enqueue(z[0], z[1])
 
         swapped = [
-            cross_entropy(scores[t], codes[s], self.options.temperature).mean()  # ℓ(z_t, q_s), Eq. 2
+            cross_entropy(scores[t], q[s], self.options.temperature).mean()  # ℓ(z_t, q_s), Eq. 2
             for s in (0, 1)
             for t in range(len(views))
             if t != s
         ]
         loss = torch.stack(swapped).mean()
         chance = torch.tensor(math.log(len(prototypes)), device=loss.device)
-        return {"loss": loss, "swav": loss, "swav/chance": chance, "swav/floor": entropy(torch.cat(codes)).mean()}
+        return {"loss": loss, "swav": loss, "swav/chance": chance, "swav/floor": entropy(torch.cat(q)).mean()}
 
     @torch.no_grad()
     def codes(self, z: Tensor, scores: Tensor, queue: Tensor) -> Tensor:
         """q of this process's images, balanced over the global batch and the queue once it is full: (N, prototypes)."""
         n, offset = len(z), distributed.rank() * len(z)
-        everyone = distributed.gather(scores.detach())
+        all_scores = distributed.gather(scores.detach())
         if self.queueing and queue.shape[0] and int(self.queued) >= queue.shape[0]:
-            everyone = torch.cat([everyone, queue @ self.prototypes.T])
-        return sinkhorn(everyone, self.options.epsilon, self.options.sinkhorn_iterations)[offset : offset + n]
+            all_scores = torch.cat([all_scores, queue @ self.prototypes.T])
+        return sinkhorn(all_scores, self.options.epsilon, self.options.sinkhorn_iterations)[offset : offset + n]
 
     @torch.no_grad()
-    def _enqueue(self, *views: Tensor) -> None:
+    def enqueue(self, *views: Tensor) -> None:
         new = torch.stack([distributed.gather(z.detach()) for z in views])
         self.queue.copy_(torch.cat([new, self.queue], dim=1)[:, : self.queue.shape[1]])
         self.queued += new.shape[1]
-
-    @torch.no_grad()
-    def before_step(self, progress: float) -> None:
-        self.frozen, self.queueing = progress < self.options.freeze_prototypes, progress >= self.options.queue_start
-        self.prototypes.copy_(F.normalize(self.prototypes, dim=1))
 
     def fixed_parameters(self) -> list[nn.Parameter]:
         return [self.prototypes] if self.frozen else []

@@ -1,4 +1,4 @@
-"""What every mix returns, and how much two mixed batches have in common."""
+"""The result of every mix, and how much two mixed batches have in common."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Mixed:
 
 
 class Mix(Protocol):
-    """What every mix offers; two calls within a step need no more in common than `for_one_step` fixes."""
+    """images (N, C, H, W), which are not changed → Mixed, with images of the same shape, dtype and device."""
 
     def for_one_step(self) -> Mix:
-        """The mix with everything settled that both views of a step must agree on."""
-        ...
+        """The mix with everything drawn that both views of a step must have in common."""
+        return self
 
     def __call__(self, images: Tensor) -> Mixed: ...
 
@@ -36,3 +36,19 @@ def overlap(a: Tensor, b: Tensor) -> Tensor:
     # Σ min(a, b) = ½ Σ (a + b − |a − b|): an L1 distance, without an N × N × K intermediate.
     with torch.autocast(a.device.type, enabled=False):
         return 1.0 - 0.5 * torch.cdist(a.float(), b.float(), p=1.0)
+
+
+def check_images(images: Tensor, mix: str, patch_size: int = 1) -> tuple[int, int, int, int]:
+    """The shape (N, C, H, W); a ValueError if it is another, or if height and width are not whole patches."""
+    if images.ndim != 4:
+        raise ValueError(f"images have {images.ndim} dimensions {tuple(images.shape)}; {mix} takes (N, C, H, W)")
+    n, c, height, width = images.shape
+    for side, size in (("height", height), ("width", width)):
+        if size % patch_size or size == 0:
+            raise ValueError(f"image {side} is {size}; it must be a multiple of patch_size {patch_size}")
+    return n, c, height, width
+
+
+def check_patch_size(patch_size: int) -> None:
+    if patch_size < 1:
+        raise ValueError(f"patch_size is {patch_size}; it must be at least 1")

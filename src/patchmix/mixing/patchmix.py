@@ -1,7 +1,7 @@
 """PatchMix (Section 3.1, Algorithm 1, appendix A): the patches of M images of a batch make one image.
 
-Symbols: N images, T patches an image, M images a mix, S = ⌊T/M⌋ patches a group, L = N·M groups,
-k(j) the shuffled patch order, u(i, m) = (i + m) mod N the image that gives group m of mixed image i.
+Symbols: N images, T patches per image, M images per mix, S = ⌊T/M⌋ patches per group, k(j) the shuffled patch order,
+u(i, m) = (i + m) mod N the image that gives group m of mixed image i.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from patchmix.mixing.mixed import Mixed
+from patchmix.mixing.mixed import Mix, Mixed, check_images, check_patch_size
 
 
-class PatchMix:
-    """Mixes M images of a batch patch by patch; one gather, whatever N and M are.
+class PatchMix(Mix):
+    """Mixes M images of a batch patch by patch, in one gather for any N and M.
 
     One permutation is drawn per call and shared by the batch, so that every position of a mixed image comes
     from exactly one original (Eqs. 2-7). The T − M·S left-over patches stay with their own image, while the
-    shares stay 1/M. With several values in `num_mix` a call draws one of them, unless it is told which.
+    shares stay 1/M. Of several values of `num_mix` a call draws one, unless it gets one itself.
+
+    >>> mixed = PatchMix(patch_size=16, num_mix=3)(torch.randn(8, 3, 224, 224))
+    >>> mixed.images.shape, mixed.share.shape
+    (torch.Size([8, 3, 224, 224]), torch.Size([8, 8]))
     """
 
     def __init__(
         self, patch_size: int, num_mix: int | Sequence[int] = 3, generator: torch.Generator | None = None
     ) -> None:
+        check_patch_size(patch_size)
         self.patch_size = patch_size
         self.choices = (num_mix,) if isinstance(num_mix, int) else tuple(num_mix)
         self.generator = generator  # None: torch's default CPU generator
-        if patch_size < 1:
-            raise ValueError(f"patch_size is {patch_size}; it must be at least 1")
         if not self.choices:
             raise ValueError("num_mix is empty; give at least one number of images to mix, e.g. 3")
         for m in self.choices:
@@ -37,7 +40,7 @@ class PatchMix:
                 raise ValueError(f"num_mix is {m}; it must be at least 1 (1 leaves the images as they are)")
 
     def draw_num_mix(self) -> int:
-        """M of this step; both views of a step must be given the same one, for their targets to agree."""
+        """M of this step; both views of a step need the same one, for their targets to agree."""
         if len(self.choices) == 1:
             return self.choices[0]
         pick = torch.randint(len(self.choices), (), generator=self.generator)
@@ -50,8 +53,8 @@ class PatchMix:
         return PatchMix(self.patch_size, self.draw_num_mix(), self.generator)
 
     def __call__(self, images: Tensor, num_mix: int | None = None) -> Mixed:
-        """images: (N, C, H, W), never written to → Mixed with images of the same shape, dtype and device."""
-        n, c, height, width = self._check(images)
+        """images: (N, C, H, W), not changed → Mixed with images of the same shape, dtype and device."""
+        n, c, height, width = check_images(images, "PatchMix", self.patch_size)
         p, m = self.patch_size, self.draw_num_mix() if num_mix is None else num_mix
         rows, columns = height // p, width // p
         patches = rows * columns
@@ -65,15 +68,6 @@ class PatchMix:
         index = owner.view(n, 1, rows, 1, columns, 1).expand(n, c, rows, p, columns, p)
         mixed = images.reshape(n, c, rows, p, columns, p).gather(0, index)
         return Mixed(mixed.view(n, c, height, width), share(n, m, device=images.device))
-
-    def _check(self, images: Tensor) -> tuple[int, int, int, int]:
-        if images.ndim != 4:
-            raise ValueError(f"images have {images.ndim} dimensions {tuple(images.shape)}; PatchMix takes (N, C, H, W)")
-        n, c, height, width = images.shape
-        for side, size in (("height", height), ("width", width)):
-            if size % self.patch_size or size == 0:
-                raise ValueError(f"image {side} is {size}; it must be a multiple of patch_size {self.patch_size}")
-        return n, c, height, width
 
 
 def owners(n: int, m: int, order: Tensor) -> Tensor:
@@ -91,25 +85,3 @@ def share(n: int, m: int, *, device: torch.device | str = "cpu") -> Tensor:
     distance = (i - i.unsqueeze(1)) % n  # (j − i) mod N
     times = (m - 1 - distance).div(n, rounding_mode="floor").add(1).clamp(min=0)  # more than once where M > N
     return times / m
-
-
-def mix_index(n: int, m: int) -> Tensor:
-    """q of Eq. 9: which of the L = N·M flattened patch groups stands at place l after mixing. Returns (L,)."""
-    groups = torch.arange(n * m)  # l, Eq. 8
-    return (groups + (groups % m) * m) % (n * m)
-
-
-def y_mto(n: int, m: int) -> Tensor:
-    """Eq. 10: the M originals in each mixed image, u(i, m) = (i + m) mod N. Returns (N, M)."""
-    return (torch.arange(n).unsqueeze(1) + torch.arange(m)) % n
-
-
-def y_mtm(n: int, m: int) -> Tensor:
-    """Eq. 11: the 2M − 1 mixed images of the other view that overlap with each. Returns (N, 2M − 1)."""
-    return (torch.arange(n).unsqueeze(1) + torch.arange(1 - m, m)) % n
-
-
-def omega_mtm(n: int, m: int) -> Tensor:
-    """Eq. 12: the weights of y_mtm, 1 − |M − j − 1| / M. Returns (N, 2M − 1)."""
-    weights = 1.0 - (m - torch.arange(2 * m - 1) - 1).abs() / m
-    return weights.expand(n, -1)

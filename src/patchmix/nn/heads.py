@@ -1,8 +1,9 @@
-"""Projection and prediction heads (Table "head")."""
+"""Projection and prediction heads (Table "head"), and the prototypes of DINO and iBOT."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from patchmix import distributed
@@ -48,3 +49,47 @@ def mlp_head(layers: int, in_dim: int, hidden: int, out_dim: int) -> nn.Sequenti
         if not last:
             modules.append(nn.ReLU(inplace=True))
     return nn.Sequential(*modules)
+
+
+class PrototypeHead(nn.Module):
+    """A three-layer MLP with GELU, unit length, then K prototypes by a weight-normalized linear layer: (…, D) → (…, K).
+
+    DINO, Section 3.1 and appendix C. With `fixed_length` all prototypes have length 1; otherwise lengths are learned.
+    While `frozen`, prototypes get a gradient of zero (not none: processes exchange it), and the optimizer skips them.
+    """
+
+    def __init__(
+        self, in_dim: int, out_dim: int, *, hidden: int = 2048, bottleneck: int = 256, fixed_length: bool = True
+    ) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(in_dim, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, bottleneck)
+        )
+        for module in self.mlp:
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        self.prototypes = nn.Parameter(F.normalize(torch.randn(out_dim, bottleneck), dim=1))
+        self.lengths = None if fixed_length else nn.Parameter(torch.ones(out_dim))
+        self.frozen = False
+
+    def fixed_parameters(self) -> list[nn.Parameter]:
+        if not self.frozen:
+            return []
+        return [self.prototypes] if self.lengths is None else [self.prototypes, self.lengths]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(self.embed(x))
+
+    def embed(self, x: Tensor) -> Tensor:
+        """(…, D) → (…, bottleneck), of unit length."""
+        return F.normalize(self.mlp(x), dim=-1)
+
+    def scores(self, z: Tensor) -> Tensor:
+        """(…, bottleneck) → (…, K); linear in z."""
+        weight = F.normalize(self.prototypes, dim=1)
+        if self.lengths is not None:
+            weight = weight * self.lengths.unsqueeze(1)
+        if self.frozen:
+            weight = weight.detach() + 0.0 * weight
+        return F.linear(z, weight)

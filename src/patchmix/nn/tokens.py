@@ -1,0 +1,136 @@
+"""Images → tokens → projections: the forward passes of a timm ViT, with less work and memory than its own.
+
+Shapes: N images of T tokens (class token first) with D numbers each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from timm.layers.mlp import Mlp
+from timm.models.vision_transformer import Attention, Block, VisionTransformer  # type: ignore[attr-defined]
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def project(batches: Sequence[Tensor | None], encoder: nn.Module, *heads: nn.Module) -> list[Tensor]:
+    """Each batch through the encoder, then through the heads: (N, C, H, W) → (N, D).
+
+    None is skipped: its result is empty. Neighbors of equal image size share one pass of the encoder. Heads see one
+    batch at a time, for their batch norms. Every batch has its own pass where that saves memory at no cost in time:
+    without gradients on the CPU, and where activations are recomputed.
+    """
+    given = [batch for batch in batches if batch is not None]
+    with_gradient, on_cuda = torch.is_grad_enabled(), any(batch.is_cuda for batch in given)
+    if getattr(encoder, "grad_checkpointing", False) if with_gradient else not on_cuda:
+        features = [class_tokens(encoder, batch) for batch in given]
+    else:
+        features = []
+        for _, group in groupby(given, key=lambda batch: tuple(batch.shape[-2:])):
+            equal = list(group)
+            features += torch.split(class_tokens(encoder, torch.cat(equal)), [len(batch) for batch in equal])
+    for head in heads:
+        features = [head(x) for x in features]
+    results = iter(features)
+    return [torch.empty(0) if batch is None else next(results) for batch in batches]
+
+
+def class_tokens(encoder: nn.Module, images: Tensor) -> Tensor:
+    """encoder(images), (N, D): the last block computes the class token only.
+
+    Its queries, projection and MLP concern one token; keys and values still come from all. The result is the same up
+    to rounding, for ViTs of plain blocks that pool by class token; any other encoder is called as it is.
+    """
+    if not _is_plain(encoder):
+        features: Tensor = encoder(images)
+        return features
+    assert isinstance(encoder, VisionTransformer)
+    x = encoder.norm_pre(encoder.patch_drop(encoder._pos_embed(encoder.patch_embed(images))))  # (N, T, D)
+    for block in encoder.blocks[:-1]:
+        x = run_block(block, x, recompute=encoder.grad_checkpointing)
+    last = encoder.blocks[-1]
+    assert isinstance(last, Block) and isinstance(last.attn, Attention)
+    x = x[:, :1] + last.drop_path1(last.ls1(_attend_from_first(last.attn, last.norm1(x))))  # (N, 1, D)
+    x = x + last.drop_path2(last.ls2(last.mlp(last.norm2(x))))
+    pooled: Tensor = encoder.forward_head(encoder.norm(x))
+    return pooled
+
+
+def _is_plain(encoder: nn.Module) -> bool:
+    if not isinstance(encoder, VisionTransformer) or encoder.global_pool != "token" or encoder.attn_pool is not None:
+        return False
+    last = encoder.blocks[-1]
+    return type(last) is Block and type(last.attn) is Attention and getattr(last.attn, "gate", None) is None
+
+
+def _attend_from_first(attn: Attention, x: Tensor) -> Tensor:
+    """The first token of attn(x): (N, T, D) → (N, 1, D)."""
+    n, t, _ = x.shape
+    heads, width = attn.num_heads, attn.head_dim
+    weight_q, weight_kv = attn.qkv.weight.tensor_split([heads * width])
+    bias_q, bias_kv = (None, None) if attn.qkv.bias is None else attn.qkv.bias.tensor_split([heads * width])
+    q = F.linear(x[:, :1], weight_q, bias_q).view(n, 1, heads, width).transpose(1, 2)
+    k, v = F.linear(x, weight_kv, bias_kv).view(n, t, 2, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
+    dropout = attn.attn_drop.p if attn.training else 0.0
+    y = F.scaled_dot_product_attention(attn.q_norm(q), attn.k_norm(k), v, dropout_p=dropout)
+    y = y.transpose(1, 2).reshape(n, 1, heads * width)
+    if hasattr(attn, "norm"):  # timm < 1.0.16 has none
+        y = attn.norm(y)
+    out: Tensor = attn.proj_drop(attn.proj(y))
+    return out
+
+
+def all_tokens(
+    encoder: nn.Module, images: Tensor, mask: Tensor | None = None, mask_token: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(class token (N, D), patch tokens (N, T, D)), both after the last norm.
+
+    mask: (N, T), true where `mask_token` (D,) replaces the embedded patch, before positions are added.
+    """
+    assert isinstance(encoder, VisionTransformer)
+    x = encoder.patch_embed(images)  # (N, T, D), or (N, rows, columns, D) with dynamic_img_size
+    if mask is not None:
+        assert mask_token is not None
+        x = torch.where(mask.view(*x.shape[:-1], 1), mask_token.to(x.dtype), x)
+    x = encoder.norm_pre(encoder.patch_drop(encoder._pos_embed(x)))
+    for block in encoder.blocks:
+        x = run_block(block, x, recompute=encoder.grad_checkpointing)
+    x = encoder.norm(x)
+    return x[:, 0], x[:, encoder.num_prefix_tokens :]
+
+
+def run_block(block: nn.Module, x: Tensor, *, recompute: bool) -> Tensor:
+    """block(x); with `recompute` only its input is kept, and the backward pass computes the rest again."""
+    if not torch.is_grad_enabled():
+        out: Tensor = block(x)
+    elif recompute:
+        out = checkpoint(block, x, use_reentrant=False)
+    elif type(block) is Block and type(block.mlp) is Mlp:
+        x = x + block.drop_path1(block.ls1(block.attn(block.norm1(x))))
+        out = x + block.drop_path2(block.ls2(_lean_mlp(block.norm2, block.mlp, x)))
+    else:
+        out = block(x)
+    return out
+
+
+def _lean_mlp(norm: nn.Module, mlp: Mlp, x: Tensor) -> Tensor:
+    """mlp(norm(x)) that recomputes the outputs of norm and activation, two fifths of its memory and quick to redo.
+
+    A checkpoint stops as soon as its last layer's input is there, so no matrix is multiplied twice.
+    """
+
+    def first(x: Tensor) -> Tensor:
+        out: Tensor = mlp.fc1(norm(x))
+        return out
+
+    def second(hidden: Tensor) -> Tensor:
+        out: Tensor = mlp.drop2(mlp.fc2(mlp.norm(mlp.drop1(mlp.act(hidden)))))
+        return out
+
+    random = mlp.training and mlp.drop1.p > 0
+    hidden = checkpoint(first, x, use_reentrant=False, preserve_rng_state=False)
+    out: Tensor = checkpoint(second, hidden, use_reentrant=False, preserve_rng_state=random)
+    return out
