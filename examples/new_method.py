@@ -1,8 +1,8 @@
-"""A new method in one file: SimSiam (Chen and He, CVPR 2021), trained on generated shapes.
+"""A new method is a class, its options and a line of registration: SimSiam (Chen and He, CVPR 2021), on shapes.
 
     python examples/new_method.py runs/simsiam
 
-Views, training loop, schedules, checkpoints, several processes, evaluation and export work without changes.
+Everything else (views, loop, schedules, checkpoints, several processes, evaluation, export) works as it is.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from patchmix.nn.tokens import project
 
 @dataclass(frozen=True)
 class SimSiamOptions:
-    hidden: int = 512  # Width of the heads' hidden layers.
-    out: int = 128  # Size of the projections and predictions.
+    head_hidden: int = 512  # Width of the heads' hidden layers.
+    head_out: int = 128  # Size of the projections and predictions.
 
 
 class SimSiam(Method):
     def __init__(self, encoder: VisionTransformer, options: SimSiamOptions) -> None:
         super().__init__()
         self.encoder = encoder  # what is evaluated, exported, shipped
-        self.projector = mlp_head(3, encoder.num_features, options.hidden, options.out)
-        self.predictor = mlp_head(2, options.out, options.hidden // 4, options.out)
+        self.projector = mlp_head(3, encoder.num_features, options.head_hidden, options.head_out)
+        self.predictor = mlp_head(2, options.head_out, options.head_hidden // 4, options.head_out)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         z1, z2 = project(views[:2], self.encoder, self.projector)
@@ -51,8 +51,8 @@ def cosine(p: Tensor, z: Tensor) -> Tensor:
 METHODS["simsiam"], METHOD_OPTIONS["simsiam"] = SimSiam, SimSiamOptions
 
 
-def main(out: str = "runs/simsiam", epochs: float = 12, **settings: Any) -> patchmix.Run:
-    return patchmix.pretrain("shapes", out, recipe="demo", method="simsiam", epochs=epochs, **settings)
+def main(out: str = "runs/simsiam", **settings: Any) -> Any:
+    return patchmix.pretrain("shapes", out, recipe="demo", method="simsiam", **settings)
 
 
 if __name__ == "__main__":
