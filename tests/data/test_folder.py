@@ -49,7 +49,6 @@ def test_order_is_that_of_relative_paths(tmp_path: Path, write_image: Write) -> 
     assert source.classes is None
     for index in range(len(source)):
         assert source.load(index).shape == (8, 12, 3)
-        assert source.size(index) == (8, 12)
 
 
 def test_a_name_that_is_not_utf8(tmp_path: Path, write_image: Write) -> None:
@@ -140,5 +139,3 @@ def test_bad_files_are_named(tmp_path: Path, write_image: Write) -> None:
     (tmp_path / "a.png").unlink()
     with pytest.raises(DecodeError, match=r"a\.png: No such file"):
         source.load(0)
-    with pytest.raises(DecodeError, match=r"a\.png: No such file"):
-        source.size(0)

@@ -58,7 +58,6 @@ def test_the_layouts(tmp_path: Path, column: str, plain: bool, label: str | None
     assert len(source) == 25
     for index in (24, 0, 3, 4, 11):
         np.testing.assert_array_equal(source.load(index), IMAGES[index])
-        assert source.size(index) == (6, 5)
     if label is None:
         assert source.labels is None
     else:

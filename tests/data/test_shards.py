@@ -65,7 +65,6 @@ class TestReading:
         assert len(source) == 60
         for index in (59, 0, 9, 10, 31):
             np.testing.assert_array_equal(source.load(index), IMAGES[index])
-            assert source.size(index) == (6, 5)
         assert source.key(31) == "part-003.tar/0031.png"
         assert source.labels is not None
         np.testing.assert_array_equal(source.labels, np.arange(60) % 3)

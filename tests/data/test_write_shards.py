@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import patchmix
 from patchmix.data import write_shards as module
 from patchmix.data.contract import Source
 from patchmix.data.memory import check_decodable
@@ -186,16 +187,16 @@ def test_quality_makes_jpegs(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"per_shard": 0}, "0 images per shard"),
+        ({"per_shard": 0}, "per_shard is 0; it must be"),
         ({"per_shard": 2, "shard_size": "1MB"}, "--shard-size or --per-shard"),
         ({"shard_size": "big"}, "shard size 'big' must be a number"),
-        ({"quality": 101}, "quality 101"),
-        ({"workers": 0}, "workers 0"),
+        ({"quality": 101}, "quality is 101; it must be"),
+        ({"workers": 0}, "workers is 0; it must be"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(tmp_path: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        write_shards(Shards("shapes:20", tmp_path / "out", **options))  # type: ignore[arg-type]
+        patchmix.shards("shapes:20", out=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 

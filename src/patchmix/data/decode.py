@@ -7,7 +7,6 @@ with alpha are composited over white. 16-bit images keep their high byte. An ani
 import io
 import struct
 import warnings
-from pathlib import Path
 from typing import IO, NamedTuple
 
 import cv2
@@ -19,7 +18,6 @@ Pixels = npt.NDArray[np.uint8]
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 MAX_PIXELS = 100_000_000  # against decompression bombs; checked in the header, before anything is decoded
-_PROBE_BYTES = 64 << 10
 
 # Orientation is ours to apply: which formats OpenCV rotates on its own differs between its versions.
 _OPENCV_FLAGS = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
@@ -58,16 +56,16 @@ class Header(NamedTuple):
     simple: bool
 
 
-def decode(data: bytes, key: str, *, max_pixels: int = MAX_PIXELS) -> Pixels:
+def decode(data: bytes, key: str) -> Pixels:
     """Decode an image file's bytes: uint8 (H, W, 3), RGB, upright. Raises DecodeError naming `key`."""
     header = read_header(data)
     if header is not None:
-        _check_size(header.height, header.width, key, max_pixels)
+        _check_size(header.height, header.width, key)
         if header.simple and _is_complete(data):
             pixels = _decode_opencv(data)
             if pixels is not None and pixels.shape[:2] == (header.height, header.width):
                 return pixels
-    return _decode_pillow(data, key, max_pixels)
+    return _decode_pillow(data, key)
 
 
 def decode_reduced(data: bytes, key: str, size: tuple[int, int], reduction: int) -> Pixels | Reduced:
@@ -81,7 +79,7 @@ def decode_reduced(data: bytes, key: str, size: tuple[int, int], reduction: int)
     if header is not None and header.simple and _is_complete(data):
         pixels = _decode_opencv(data, _REDUCED_FLAGS[reduction])
     if pixels is None or pixels.shape[:2] != tuple(-(-side // reduction) for side in size):
-        pixels = _decode_pillow(data, key, MAX_PIXELS, reduction)
+        pixels = _decode_pillow(data, key, reduction)
     return Reduced(pixels, *size)
 
 
@@ -89,26 +87,10 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
     """(height, width) of the decoded image, from its header. Raises DecodeError."""
     header = read_header(data)
     if header is not None and header.simple:
-        _check_size(header.height, header.width, key, MAX_PIXELS)
+        _check_size(header.height, header.width, key)
         return header.height, header.width
     with _open_pillow(io.BytesIO(data), key) as image:
         return _upright_size(image, key)
-
-
-def size_of_file(path: Path, key: str) -> tuple[int, int]:
-    """(height, width) of the decoded image in a file, reading as little of it as possible. Raises DecodeError."""
-    try:
-        with path.open("rb") as file:
-            # An EXIF thumbnail may push a JPEG's size further back than this; Pillow then seeks for it.
-            header = read_header(file.read(_PROBE_BYTES))
-            if header is not None and header.simple:
-                _check_size(header.height, header.width, key, MAX_PIXELS)
-                return header.height, header.width
-            file.seek(0)
-            with _open_pillow(file, key) as image:
-                return _upright_size(image, key)
-    except OSError as error:
-        raise DecodeError(key, _reason(error)) from error
 
 
 def read_header(data: bytes) -> Header | None:
@@ -189,9 +171,9 @@ def _decode_opencv(data: bytes, flags: int = _OPENCV_FLAGS) -> Pixels | None:
     return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels), np.uint8)
 
 
-def _decode_pillow(data: bytes, key: str, max_pixels: int, reduction: int = 1) -> Pixels:
+def _decode_pillow(data: bytes, key: str, reduction: int = 1) -> Pixels:
     with _open_pillow(io.BytesIO(data), key) as image:
-        _check_size(image.height, image.width, key, max_pixels)
+        _check_size(image.height, image.width, key)
         try:
             if reduction > 1:
                 image.draft(None, (image.width // reduction, image.height // reduction))
@@ -228,7 +210,7 @@ def _open_pillow(file: IO[bytes], key: str) -> Image.Image:
 
 
 def _upright_size(image: Image.Image, key: str) -> tuple[int, int]:
-    _check_size(image.height, image.width, key, MAX_PIXELS)
+    _check_size(image.height, image.width, key)
     try:
         if image.format == "TIFF":  # whose size Pillow has turned already, or not: it depends on its version
             image = ImageOps.exif_transpose(image)
@@ -239,9 +221,9 @@ def _upright_size(image: Image.Image, key: str) -> tuple[int, int]:
     return (image.width, image.height) if sideways else (image.height, image.width)
 
 
-def _check_size(height: int, width: int, key: str, max_pixels: int) -> None:
-    if height * width > max_pixels:
-        raise DecodeError(key, f"{width} x {height} pixels are more than the limit of {max_pixels:,}")
+def _check_size(height: int, width: int, key: str) -> None:
+    if height * width > MAX_PIXELS:
+        raise DecodeError(key, f"{width} x {height} pixels are more than the limit of {MAX_PIXELS:,}")
     if height * width == 0:
         raise DecodeError(key, "has no pixels")
 

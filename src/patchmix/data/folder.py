@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from patchmix.data.contract import Indices, Labels
-from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode, size_of_file
+from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode
 
 _SUFFIXES = tuple(extension.encode() for extension in EXTENSIONS)
 
@@ -86,10 +86,6 @@ class FolderSource:
             return self._path(index).read_bytes()
         except OSError as error:
             raise DecodeError(self.key(index), error.strerror or type(error).__name__) from error
-
-    def size(self, index: int) -> tuple[int, int]:
-        """(height, width), from the header alone. Raises DecodeError."""
-        return size_of_file(self._path(index), self.key(index))
 
     def key(self, index: int) -> str:
         # A name that is not UTF-8 must still be printable.

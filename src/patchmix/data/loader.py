@@ -1,7 +1,7 @@
 """Sources + transforms → batches: in which order samples come, which process sees which, what workers do.
 
-The order of an epoch is a pure function of (seed, epoch); see order.py. A global batch is cut into micro-batches, so
-that any number of processes and accumulation steps sees the same global batches, and a run can go on at any step.
+The order of an epoch is a pure function of (seed, epoch); see randomness.py. A global batch is cut into micro-batches,
+so that any number of processes and accumulation steps sees the same global batches, and a run can go on at any step.
 """
 
 import atexit
@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -32,6 +32,7 @@ Request = tuple[int, Indices]  # an epoch, and dataset positions (n,)
 
 _REPLACEMENTS = 100  # tries to replace an undecodable sample before giving up
 _NEAR = 10  # of them from the sample's own group, where there are groups
+_PREFETCH = 4  # batches that each worker prepares in advance
 _TIMEOUT_MINUTES = 10.0  # without a batch from any worker
 _LOOKS = 10  # within the time-out; a process that was suspended for long loses one of them, not its run
 
@@ -53,9 +54,9 @@ class Batch:
         views = [change(view) for view in self.views]
         return replace(self, views=views, indices=change(self.indices), labels=labels, colors=colors)
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
+    def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """The same batch in page-locked memory; torch's DataLoader calls this."""
@@ -80,7 +81,6 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         accumulate: int = 1,
-        prefetch: int = 4,
         pin_memory: bool = False,
         timeout_minutes: float = _TIMEOUT_MINUTES,
     ) -> None:
@@ -109,25 +109,15 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.accumulate = accumulate
-        self._samples = _ReplacingBatches(source, transform, seed)
+        self._samples = _Batches(source, transform, seed)
+        self._options: dict[str, Any] = {"pin_memory": pin_memory, "timeout_minutes": timeout_minutes}
         self._workers = workers
-        self._prefetch = prefetch
-        self._pin_memory = pin_memory
-        self._timeout_minutes = timeout_minutes
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         """Micro-batch after micro-batch without end, from optimizer step `start_step` on."""
         if start_step < 0:
             raise ValueError(f"start step {start_step} must be 0 or more; take 0 to begin at the beginning")
-        requests = _Requests(lambda: self._requests(start_step))
-        return _run(
-            self._samples,
-            requests,
-            self._workers,
-            prefetch=self._prefetch,
-            pin_memory=self._pin_memory,
-            timeout_minutes=self._timeout_minutes,
-        )
+        return _run(self._samples, self._requests(start_step), self._workers, **self._options)
 
     def _requests(self, start_step: int) -> Iterator[Request]:
         epoch, first = divmod(start_step, self.steps_per_epoch)
@@ -153,32 +143,20 @@ def one_pass(
         raise ValueError(f"batch size {batch_size} must be at least 1; take --batch-size 64")
     positions = np.array_split(np.arange(len(source), dtype=np.int64), world_size)[rank]
     parts = [positions[start : start + batch_size] for start in range(0, len(positions), batch_size)]
-    requests = _Requests(lambda: iter([(0, part) for part in parts]))
-    return _run(_SkippingBatches(source, transform), requests, workers)
+    return _run(_Batches(source, transform), iter([(0, part) for part in parts]), workers)
 
 
-class _Requests:
-    """An iterable for the DataLoader's `sampler`; it stays in the main process."""
+class _Batches(Dataset[Batch | ValueError]):
+    """Request → batch. A sample that cannot be decoded is left out, or, with a seed, replaced by another one."""
 
-    def __init__(self, start: Callable[[], Iterator[Request]]) -> None:
-        self._start = start
-
-    def __iter__(self) -> Iterator[Request]:
-        return self._start()
-
-
-class _SkippingBatches(Dataset[Batch | ValueError]):
-    """Request → batch, without the samples that cannot be decoded."""
-
-    def __init__(self, source: Source, transform: Transform) -> None:
-        self._source = source
-        self._transform = transform
+    def __init__(self, source: Source, transform: Transform, seed: int | None = None) -> None:
+        self._source, self._transform, self._seed = source, transform, seed
 
     def __getitem__(self, request: Request) -> Batch | ValueError:
         try:
             return self._batch(*request)
         except ValueError as error:
-            # A mistake in the data is told in one line; raised here, torch would add the worker's traceback.
+            # A mistake in the data is one line; raised here, torch would add the worker's traceback.
             return error
 
     def _batch(self, epoch: int, positions: Indices) -> Batch:
@@ -186,10 +164,13 @@ class _SkippingBatches(Dataset[Batch | ValueError]):
         used: list[int] = []
         bad: list[str] = []
         for position in positions.tolist():
-            loaded = self._load(epoch, position, bad)
-            if loaded is not None:
-                images.append(loaded[0])
-                used.append(loaded[1])
+            for candidate in self._candidates(epoch, position, bad):
+                try:
+                    images.append(self._read(epoch, candidate))
+                    used.append(candidate)
+                    break
+                except DecodeError as error:
+                    bad.append(str(error))
         indices = np.array(used, np.int64)
         views = self._transform(images, epoch=epoch, indices=indices)
         labels = self._source.labels
@@ -204,7 +185,7 @@ class _SkippingBatches(Dataset[Batch | ValueError]):
         )
 
     def _read(self, epoch: int, position: int) -> Pixels | Reduced:
-        """The image; from a file only at the scale that its views need, where the transform can tell."""
+        """The image; from a file only at the scale that its views need, if the transform knows it."""
         reduction = getattr(self._transform, "reduction", None)
         if reduction is None or not isinstance(self._source, Encoded):
             return self._source.load(position)
@@ -212,53 +193,35 @@ class _SkippingBatches(Dataset[Batch | ValueError]):
         size = size_of(data, key)
         return decode_reduced(data, key, size, reduction(*size, epoch=epoch, index=position))
 
-    def _load(self, epoch: int, position: int, bad: list[str]) -> tuple[Pixels | Reduced, int] | None:
-        try:
-            return self._read(epoch, position), position
-        except DecodeError as error:
-            bad.append(str(error))
-            return None
-
-
-class _ReplacingBatches(_SkippingBatches):
-    """Request → batch, with another sample, chosen by (seed, epoch, position), in place of each bad one."""
-
-    def __init__(self, source: Source, transform: Transform, seed: int) -> None:
-        super().__init__(source, transform)
-        self._seed = seed
-
-    def _load(self, epoch: int, position: int, bad: list[str]) -> tuple[Pixels | Reduced, int]:
-        loaded = super()._load(epoch, position, bad)
-        tries = iter(range(_REPLACEMENTS))
-        while loaded is None:
-            attempt = next(tries, None)
-            if attempt is None:
-                raise ValueError(
-                    f"{_REPLACEMENTS} random images of {self._source.name} in a row cannot be decoded "
-                    f"(last: {bad[-1]}); repair or remove them"
-                )
+    def _candidates(self, epoch: int, position: int, bad: list[str]) -> Iterator[int]:
+        """The sample, then replacements chosen by (seed, epoch, position): first from its group, then from anywhere."""
+        yield position
+        if self._seed is None:
+            return
+        for attempt in range(_REPLACEMENTS):
             first, count = self._near(position) if attempt < _NEAR else (0, len(self._source))
-            word = int(hash_words(self._seed, epoch, position, attempt)[0])
-            loaded = super()._load(epoch, first + word % count, bad)
-        return loaded
+            yield first + int(hash_words(self._seed, epoch, position, attempt)[0]) % count
+        raise ValueError(
+            f"{_REPLACEMENTS} random images of {self._source.name} in a row cannot be decoded "
+            f"(last: {bad[-1]}); repair or remove them"
+        )
 
     def _near(self, position: int) -> tuple[int, int]:
         """(first, count) of the samples that cost little when `position` was just read."""
         groups = groups_of(self._source)
         if groups is None:
             return 0, len(self._source)
+        ends = np.append(groups.starts[1:], len(self._source))
         group = int(np.searchsorted(groups.starts, position, side="right")) - 1
         first = int(groups.starts[group])
-        end = int(groups.starts[group + 1]) if group + 1 < len(groups.starts) else len(self._source)
-        return first, end - first
+        return first, int(ends[group]) - first
 
 
 def _run(
     samples: Dataset[Batch | ValueError],
-    requests: Iterable[Request],
+    requests: Iterator[Request],
     workers: int,
     *,
-    prefetch: int = 4,
     pin_memory: bool = False,
     timeout_minutes: float = _TIMEOUT_MINUTES,
 ) -> Iterator[Batch]:
@@ -266,11 +229,11 @@ def _run(
     loader: DataLoader[Batch | ValueError] = DataLoader(
         samples,
         batch_size=None,  # a request is a whole batch
-        sampler=requests,
+        sampler=requests,  # an iterator is enough: it is used once
         num_workers=workers,
         collate_fn=_as_is,
         pin_memory=pin_memory,
-        prefetch_factor=prefetch if workers else None,
+        prefetch_factor=_PREFETCH if workers else None,
         worker_init_fn=_start_worker if workers else None,
         timeout=60.0 * timeout_minutes / _LOOKS if workers else 0.0,
     )

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from patchmix.data.contract import Indices, Labels, Source, groups_of
-from patchmix.data.decode import DecodeError, Pixels
+from patchmix.data.contract import Encoded, Indices, Labels, Source, groups_of
+from patchmix.data.decode import DecodeError, Pixels, size_of
 from patchmix.data.randomness import permutation
 from patchmix.progress import progress_bar
 
@@ -74,16 +74,6 @@ class InMemorySource:
         return self._fingerprint
 
 
-class NumberedKey:
-    """ "train.parquet#123" for any number; a class, because workers that are spawned must pickle it."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-
-    def __call__(self, index: int) -> str:
-        return f"{self._prefix}#{index}"
-
-
 def from_array(
     images: Pixels, labels: Labels | None, classes: tuple[str, ...] | None, *, name: str, prefix: str, fingerprint: str
 ) -> InMemorySource:
@@ -97,7 +87,7 @@ def from_array(
         name=name,
         labels=labels,
         classes=classes,
-        key=NumberedKey(prefix),
+        key=partial("{}#{}".format, prefix),
         fingerprint=fingerprint,
     )
 
@@ -205,7 +195,11 @@ def _probe(
     """Height and width of all images: int32 (len, 2), with the bad ones; None as soon as they are too many."""
     shapes = np.zeros((len(source), 2), np.int32)
     bad: dict[int, str] = {}
-    size = getattr(source, "size", None) or (lambda index: source.load(index).shape[:2])
+
+    def size(index: int) -> tuple[int, ...]:
+        if isinstance(source, Encoded):
+            return size_of(source.encoded(index), source.key(index))
+        return source.load(index).shape[:2]
 
     def probe(chunk: range) -> int:
         for index in chunk:

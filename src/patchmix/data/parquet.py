@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from patchmix.data.contract import Groups, Labels
-from patchmix.data.decode import DecodeError, Pixels, decode, size_of
+from patchmix.data.decode import DecodeError, Pixels, decode
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
@@ -76,10 +76,6 @@ class ParquetSource:
 
     def load(self, index: int) -> Pixels:
         return decode(self.encoded(index), self.key(index))
-
-    def size(self, index: int) -> tuple[int, int]:
-        """(height, width), from the header alone. Raises DecodeError."""
-        return size_of(self.encoded(index), self.key(index))
 
     def key(self, index: int) -> str:
         file = int(self._owners[self._group_of(index), 0])

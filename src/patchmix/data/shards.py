@@ -28,7 +28,7 @@ from safetensors.numpy import save
 
 from patchmix.data import shard_files
 from patchmix.data.contract import Groups, Indices, Labels
-from patchmix.data.decode import DecodeError, Pixels, decode, size_of
+from patchmix.data.decode import DecodeError, Pixels, decode
 from patchmix.data.folder import PathList
 from patchmix.data.shard_files import BLOCK, MAX_MEMBER, TRIES, is_remote, open_remote, read_remote
 from patchmix.files import cache_folder, writing
@@ -189,10 +189,6 @@ class ShardSource:
 
     def load(self, index: int) -> Pixels:
         return decode(self.encoded(index), self.key(index))
-
-    def size(self, index: int) -> tuple[int, int]:
-        """(height, width), from the header alone. Raises DecodeError."""
-        return size_of(self.encoded(index), self.key(index))
 
     def key(self, index: int) -> str:
         name = self._index.names[index].decode("utf-8", "backslashreplace")

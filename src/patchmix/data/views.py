@@ -16,19 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from patchmix.data import pixels as operations
 from patchmix.data.contract import Indices
 from patchmix.data.decode import Pixels, Reduced
-from patchmix.data.pixels import (
-    GRAY,
-    adjust_contrast,
-    blur,
-    brightness_matrices,
-    contrast_matrices,
-    resize,
-    saturation_matrices,
-    solarize,
-    turn_hue,
-)
 from patchmix.data.randomness import uniforms
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -142,7 +132,7 @@ class CenterCrop:
             shorter = min(height, width)
             # torchvision truncates the longer side and rounds the crop's corner; so must we, to the pixel.
             new_height, new_width = int(self.resize * height / shorter), int(self.resize * width / shorter)
-            resized = resize(image, new_height, new_width)
+            resized = operations.resize(image, new_height, new_width)
             top, left = round((new_height - self.size) / 2.0), round((new_width - self.size) / 2.0)
             place[:] = resized[top : top + self.size, left : left + self.size]
         return [out]
@@ -258,32 +248,32 @@ def render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixe
     """The pixel work of one view: uint8 (N, h, w, 3)."""
     size = view.size
     out = np.empty((len(images), size, size, 3), np.uint8)
-    brighten = brightness_matrices(parameters.brightness)
-    contrast = contrast_matrices(parameters.contrast)
-    saturate = saturation_matrices(parameters.saturation)
+    brighten = operations.brightness_matrices(parameters.brightness)
+    contrast = operations.contrast_matrices(parameters.contrast)
+    saturate = operations.saturation_matrices(parameters.saturation)
     # Lists, because reading a NumPy array one number at a time is slow.
     boxes, orders, hues = parameters.box.tolist(), parameters.order.tolist(), parameters.hue.tolist()
     jitters, grays, sigmas = parameters.jitter.tolist(), parameters.gray.tolist(), parameters.sigma.tolist()
     solarizes, flips = parameters.solarize.tolist(), parameters.flip.tolist()
     for i, image in enumerate(images):
         top, left, height, width = boxes[i]
-        pixels: Any = resize(image[top : top + height, left : left + width], size, size)
+        pixels: Any = operations.resize(image[top : top + height, left : left + width], size, size)
         if jitters[i]:
             for operation in orders[i]:
                 if operation == 0:
                     pixels = cv2.transform(pixels, brighten[i])
                 elif operation == 1:
-                    pixels = adjust_contrast(pixels, contrast[i])
+                    pixels = operations.adjust_contrast(pixels, contrast[i])
                 elif operation == 2:
                     pixels = cv2.transform(pixels, saturate[i])
                 elif hues[i]:
-                    pixels = turn_hue(pixels, hues[i])
+                    pixels = operations.turn_hue(pixels, hues[i])
         if grays[i]:
-            pixels = cv2.transform(pixels, GRAY)
+            pixels = cv2.transform(pixels, operations.GRAY)
         if sigmas[i]:
-            pixels = blur(pixels, sigmas[i])
+            pixels = operations.blur(pixels, sigmas[i])
         if solarizes[i]:
-            pixels = solarize(pixels)
+            pixels = operations.solarize(pixels)
         if flips[i]:
             cv2.flip(pixels, 1, dst=out[i])
         else:

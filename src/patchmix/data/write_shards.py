@@ -81,12 +81,6 @@ def write_shards(settings: Shards, *, progress: bool = True) -> list[Written]:
     data, per_shard, quality = settings.data, settings.per_shard, settings.quality
     if settings.shard_size is not None and per_shard is not None:
         raise ValueError("both a shard size and a number per shard are given; take --shard-size or --per-shard")
-    if per_shard is not None and per_shard < 1:
-        raise ValueError(f"{per_shard} images per shard must be at least 1; take --per-shard 1000")
-    if quality is not None and not 1 <= quality <= 100:
-        raise ValueError(f"quality {quality} must be in 1…100; leave it out to keep the files as they are")
-    if settings.workers < 1:
-        raise ValueError(f"workers {settings.workers} must be at least 1; take --workers 1")
     size = parse_bytes(settings.shard_size or "256MB")
     both: tuple[Split, ...] = ("train", "test")
     written = []
