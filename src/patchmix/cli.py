@@ -106,7 +106,7 @@ def split_verb(args: list[str]) -> tuple[str | None, list[str]]:
 
 def overview(prefix: str = "") -> str:
     """The verbs, a line each."""
-    lines = [f"  {name:<16} {verb.settings.__doc__.splitlines()[0]}" for name, verb in VERBS.items()]
+    lines = [f"  {name:<16} {(verb.settings.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items()]
     shown = [line for line in lines if line.strip().startswith(prefix)]
     title = "Self-supervised pre-training of Vision Transformers with PatchMix."
     usage = f"usage: patchmix {prefix}COMMAND [OPTIONS]     (patchmix {prefix}COMMAND --help lists the options)"

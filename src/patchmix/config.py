@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +88,7 @@ class MethodConfig(Generic[Options]):
 
     name: Annotated[str, arg(name="method")] = "patchmix"
     """patchmix, mocov3, simclr, byol, swav, dino, ibot, sdmp or regioncl."""
-    options: Annotated[Options, arg(name="")] = field(default_factory=PatchMixOptions)
+    options: Annotated[Options, arg(name="")] = field(default_factory=PatchMixOptions)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,8 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     check_known(name, METHOD_OPTIONS, "method")
     if isinstance(method, Mapping):
         values["method"] = {"options": {}, **method}
-    config = validate(Config[METHOD_OPTIONS[name]], values)  # type: ignore[misc]
+    generic: Any = Config
+    config: Config = validate(generic[METHOD_OPTIONS[name]], values)
     if config.optim.warmup_epochs >= config.train.epochs:
         warmup, epochs = config.optim.warmup_epochs, config.train.epochs
         raise ValueError(f"optim.warmup_epochs is {warmup:g}; it must be below train.epochs ({epochs:g})")
@@ -300,13 +302,13 @@ def validate(cls: type[S], values: Mapping[str, Any]) -> S:
     try:
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
-        first, *others = error.errors()
-        field_of = lambda e: [str(part) for part in e["loc"] if str(part) in _field_names(cls)]  # noqa: E731
-        key = ".".join(part for part in field_of(first) if part != "options")
-        rules = dict.fromkeys(e["msg"] for e in [first, *others] if field_of(e) == field_of(first))
-        rule = " or ".join(text.removeprefix("Input should be ").removeprefix("Value error, ") for text in rules)
-        value = first["input"]
-        raise ValueError(f"{key} is {value!r}; it must be {rule}") from None
+        first = error.errors()[0]
+        key = _key(cls, first["loc"])
+        rules = dict.fromkeys(e["msg"] for e in error.errors() if _key(cls, e["loc"]) == key)
+        rule = " or ".join(text.removeprefix("Input should be ") for text in rules)
+        if rule.startswith("Value error, "):  # of the class as a whole
+            raise ValueError(rule.removeprefix("Value error, ")) from None
+        raise ValueError(f"{key} is {first['input']!r}; it must be {rule}") from None
 
 
 def check_known(key: str, known: Iterable[str], kind: str) -> None:
@@ -319,44 +321,39 @@ def check_known(key: str, known: Iterable[str], kind: str) -> None:
         raise ValueError(f"unknown {kind} {key!r}; {hint}")
 
 
-def _sections(cls: Any) -> dict[str, Any]:
-    """The fields of a (generic) dataclass that are dataclasses themselves, with their types."""
-    import typing
-
-    origin = typing.get_origin(cls) or cls
-    arguments = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(cls), strict=False))
-    hints = typing.get_type_hints(origin)
-
-    def bound(hint: Any) -> Any:
-        if hint in arguments:
-            return arguments[hint]
-        inner = typing.get_origin(hint)
-        return (
-            inner[tuple(arguments.get(a, a) for a in typing.get_args(hint))]
-            if isinstance(inner, type) and dataclasses.is_dataclass(inner)
-            else hint
-        )
-
-    bounds = {name: bound(hint) for name, hint in hints.items()}
-    return {name: hint for name, hint in bounds.items() if dataclasses.is_dataclass(typing.get_origin(hint) or hint)}
-
-
 def _check_keys(cls: Any, values: Any, path: str) -> None:
-    import typing
-
     if not isinstance(values, Mapping):
         raise ValueError(f"{path or 'the configuration'} is {values!r}; it must be a section of keys")
-    names = [f.name for f in dataclasses.fields(typing.get_origin(cls) or cls)]
+    fields = _fields(cls)
+    sections = {name: hint for name, hint in fields.items() if _is_section(hint)}
     for key in values:
-        check_known(key, names, f"key in {path}:" if path else "section" if _sections(cls) else "setting")
-    for name, section in _sections(cls).items():
-        if name in values:
-            _check_keys(section, values[name], f"{path}.{name}".lstrip("."))
+        check_known(key, fields, f"key in {path}:" if path else "section" if sections else "setting")
+    for name in sections.keys() & values.keys():
+        _check_keys(sections[name], values[name], f"{path}.{name}".lstrip("."))
 
 
-@functools.cache
-def _field_names(cls: Any) -> set[str]:
-    import typing
+def _key(cls: Any, location: Iterable[int | str]) -> str:
+    """The dotted name of the setting at a place of pydantic's, such as ("method", "options", "num_mix", "int")."""
+    names: list[str] = []
+    for part in location:
+        if not _is_section(cls) or part not in _fields(cls):
+            break
+        names, cls = [*names, str(part)], _fields(cls)[str(part)]
+    return ".".join(name for name in names if name not in ("options", "run"))
 
-    names = {f.name for f in dataclasses.fields(typing.get_origin(cls) or cls)}
-    return names.union(*(_field_names(section) for section in _sections(cls).values()))
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(typing.get_origin(hint) or hint)
+
+
+def _fields(cls: Any) -> dict[str, Any]:
+    """The fields of a dataclass, generic or not, with their types."""
+    origin = typing.get_origin(cls) or cls
+    bound = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(cls), strict=False))
+
+    def resolve(hint: Any) -> Any:
+        inner = typing.get_origin(hint)
+        arguments = tuple(bound.get(argument, argument) for argument in typing.get_args(hint))
+        return inner[arguments] if arguments and dataclasses.is_dataclass(inner) else bound.get(hint, hint)  # type: ignore[index]
+
+    return {name: resolve(hint) for name, hint in typing.get_type_hints(origin).items()}
