@@ -18,9 +18,8 @@ from patchmix.nn.vit import create_encoder
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nothing that a test stores may be found by another, or by the user."""
-    folder = tmp_path / "features"
-    monkeypatch.setenv("PATCHMIX_CACHE", str(folder))
-    return folder
+    monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "features"
 
 
 def make_backbone(seed: int = 0, *, in_chans: int = 3, depth: int = 2) -> Backbone:

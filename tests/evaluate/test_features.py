@@ -152,7 +152,7 @@ def test_a_second_reading_does_not_run_the_encoder(
     assert counting.runs == 1
     assert torch.equal(first.vectors, second.vectors)
     assert first.labels is not None and second.labels is not None and torch.equal(first.labels, second.labels)
-    assert [path.suffix for path in cache.iterdir()] == [".safetensors"]
+    assert [path.suffix for path in cache.glob("[!.]*")] == [".safetensors"]
 
 
 def test_anything_that_changes_features_runs_it_again(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_damaged_file_is_computed_again(
 ) -> None:
     source = shapes_source("train", 12)
     right = FeatureExtractor(backbone, device=CPU).features(source)
-    (path,) = cache.iterdir()
+    (path,) = cache.glob("[!.]*")
     content = bytearray(path.read_bytes())
     content[-40] ^= 0x10
     path.write_bytes({"cut": content[:-100], "flipped": content, "empty": b""}[damage])
@@ -201,14 +201,14 @@ def test_features_unused_for_longest_make_room(
     extractor = FeatureExtractor(backbone, device=CPU)
     for source in sources:
         extractor.features(source)
-        for path in cache.iterdir():
+        for path in cache.glob("[!.]*"):
             os.utime(path, (path.stat().st_mtime - 100, path.stat().st_mtime - 100))
-    (cache / "notes.safetensors").write_bytes(bytes(10_000))  # not ours
+    (cache.parent / "notes.safetensors").write_bytes(bytes(10_000))  # not ours
     extractor.features(sources[0])  # the oldest, but used now
     size = max(path.stat().st_size for path in cache.glob("?" * 40 + ".safetensors"))
     monkeypatch.setattr(features, "KEPT_BYTES", round(2.5 * size))
     extractor.features(shapes_source("train", 23))
-    assert (cache / "notes.safetensors").exists()
+    assert (cache.parent / "notes.safetensors").exists()
     counting = Counting(monkeypatch)
     extractor.features(sources[0])
     extractor.features(shapes_source("train", 23))

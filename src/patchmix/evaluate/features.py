@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from patchmix.data.loader import one_pass
 from patchmix.data.sources import open_source
 from patchmix.data.views import CenterCrop, as_channels, to_float
 from patchmix.device import resolve_device
-from patchmix.files import replacing, writing
+from patchmix.files import cache_folder, prune, replacing, writing
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.tokens import class_tokens
@@ -92,7 +91,7 @@ class FeatureExtractor:
 
     def features(self, source: Source) -> Features:
         """(N, D) features with labels, in the source's order, on every process."""
-        path = cache_folder() / f"{self._key(source)}.safetensors"
+        path = cache_folder("features") / f"{self._key(source)}.safetensors"
         if self._cache:
             kept = _load(path, source)
             # All processes read, or all compute: a home folder need not be shared between machines.
@@ -255,33 +254,15 @@ def _labels_at(source: Source, indices: Tensor) -> Tensor | None:
 # -------------------------------------------------------------------------------------------------- features on disk
 
 
-def cache_folder() -> Path:
-    """$PATCHMIX_CACHE, else ~/.cache/patchmix/features. It may be deleted at any time."""
-    chosen = os.environ.get("PATCHMIX_CACHE")
-    return Path(chosen).expanduser() if chosen else Path("~/.cache/patchmix/features").expanduser()
-
-
 def _keep(path: Path, features: Features) -> None:
     tensors = {"vectors": features.vectors.contiguous(), "indices": features.indices.contiguous()}
     checks = {name: str(_checksum(tensor)) for name, tensor in tensors.items()}
     try:
         with replacing(path) as temporary:
             save_file(tensors, temporary, metadata=checks)
+        prune(path.parent, KEPT_BYTES, keep=path)
     except OSError as error:  # a full disk or a read-only home must not stop the evaluation
         warnings.warn(f"features are not kept: {path.parent} can't be written ({error.strerror})", stacklevel=2)
-    else:
-        with contextlib.suppress(OSError):  # another process may be doing the same
-            _remove_unused(path)
-
-
-def _remove_unused(newest: Path) -> None:
-    """Removes the features unused for longest, but never the newest, until all are within KEPT_BYTES."""
-    kept = [path for path in newest.parent.glob("*.safetensors") if re.fullmatch("[0-9a-f]{40}", path.stem)]
-    total = 0
-    for path in sorted(kept, key=lambda path: (path == newest, path.stat().st_mtime), reverse=True):
-        total += path.stat().st_size
-        if total > KEPT_BYTES and path != newest:
-            path.unlink()
 
 
 def _load(path: Path, source: Source) -> Features | None:
@@ -323,18 +304,14 @@ def embed(settings: Embed) -> list[Path]:
         except ValueError:
             source = open_source(settings.data, settings.split)
         backbone = load_backbone(settings.weights, encoder=settings.encoder)
-        extractor = FeatureExtractor(
-            backbone, device=device, pool=settings.pool, resize=settings.resize, workers=settings.workers
-        )
-        features = extractor.features(source)
-        if not distributed.is_main():
-            return []
-        paths = [source.key(int(i)) for i in features.indices]
-        labels = {} if features.labels is None else {"label": features.labels.tolist()}
-        return _write(out, features.vectors.numpy(), {"path": paths, **labels})
-
-
-def _write(out: Path, vectors: np.ndarray, columns: dict[str, list[Any]]) -> list[Path]:
+        options: dict[str, Any] = {"pool": settings.pool, "resize": settings.resize, "workers": settings.workers}
+        features = FeatureExtractor(backbone, device=device, **options).features(source)
+    if not distributed.is_main():
+        return []
+    columns: dict[str, list[Any]] = {"path": [source.key(int(i)) for i in features.indices]}
+    if features.labels is not None:
+        columns["label"] = features.labels.tolist()
+    vectors = features.vectors.numpy()
     with writing(out) as file:
         if out.suffix == ".parquet":
             column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.evaluate.features import FeatureExtractor, check_finite
+from patchmix.evaluate.features import check_finite
 from patchmix.evaluate.protocol import open_task
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone
@@ -40,14 +40,7 @@ def knn(settings: Knn, backbone: Backbone | None = None) -> Result:
         leave_one_out = data.test is None
         if settings.k:
             check_ks(settings.k, len(data.train) - int(leave_one_out))  # before the long part
-        extractor = FeatureExtractor(
-            task.backbone,
-            device=task.device,
-            pool=settings.pool,
-            resize=settings.resize,
-            workers=settings.workers,
-            cache=settings.cache,
-        )
+        extractor = task.extractor(settings)
         bank = extractor.features(data.train)
         queries = bank if data.test is None else extractor.features(data.test)
         assert bank.labels is not None and queries.labels is not None

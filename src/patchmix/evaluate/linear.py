@@ -51,14 +51,7 @@ def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
     with open_task(settings, backbone, needs_test=True, many_passes=not fast) as task:
         data = task.data
         assert data.test is not None
-        extractor = FeatureExtractor(
-            task.backbone,
-            device=task.device,
-            pool=settings.pool,
-            resize=settings.resize,
-            workers=settings.workers,
-            cache=settings.cache,
-        )
+        extractor = task.extractor(settings)
         test = extractor.features(data.test)
         if fast:
             metrics, record, details = _fast(settings, extractor, data, test)

@@ -36,24 +36,24 @@ def monitor(
     Without labeled test images, the first training images are classified by the others.
     """
     bank_images = Subset(train, bank)
-    test_images = None if test is None or test.labels is None else Subset(test, queries)
+    query_images = None if test is None or test.labels is None else Subset(test, queries)
 
     def features(encoder: nn.Module, subset: Subset) -> Features:
         return extract(encoder, subset, image_size=image_size, mean=mean, std=std, device=device)
 
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
-        known = features(encoder, bank_images)
-        yield from health(known.vectors)
-        if known.labels is None:
+        found = features(encoder, bank_images)
+        yield from health(found.vectors)
+        if found.labels is None:
             return
-        vectors, labels = known.vectors[:queries], known.labels[:queries]
-        if test_images is not None:
-            tested = features(encoder, test_images)
-            assert tested.labels is not None
-            vectors, labels = tested.vectors, tested.labels
-        k = min(HEADLINE_K, len(known.vectors) - 1)
-        alone = test_images is None
-        yield "knn", accuracy(knn_predict(known.vectors, known.labels, vectors, ks=[k], leave_one_out=alone)[k], labels)
+        queried = Features(found.vectors[:queries], found.labels[:queries], found.indices[:queries])
+        if query_images is not None:
+            queried = features(encoder, query_images)
+        assert queried.labels is not None
+        k = min(HEADLINE_K, len(found.vectors) - 1)
+        leave_one_out = query_images is None
+        predicted = knn_predict(found.vectors, found.labels, queried.vectors, ks=[k], leave_one_out=leave_one_out)[k]
+        yield "knn", accuracy(predicted, queried.labels)
 
     return evaluate
 

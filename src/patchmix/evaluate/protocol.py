@@ -17,7 +17,7 @@ from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.loader import Batch, Loader
 from patchmix.device import autocast_dtype, resolve_device
-from patchmix.evaluate.features import SMALL_IMAGES
+from patchmix.evaluate.features import SMALL_IMAGES, FeatureExtractor
 from patchmix.evaluate.labeled import Labeled, open_labeled
 from patchmix.evaluate.results import Result, append_result
 from patchmix.files import write_text
@@ -41,6 +41,16 @@ class Task:
     data_name: str
     device: torch.device
     out: Path | None
+
+    def extractor(self, settings: Knn | Linear) -> FeatureExtractor:
+        return FeatureExtractor(
+            self.backbone,
+            device=self.device,
+            pool=settings.pool,
+            resize=settings.resize,
+            workers=settings.workers,
+            cache=settings.cache,
+        )
 
     def identity(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What a training depends on: with the same, it goes on where it was stopped."""
@@ -204,6 +214,13 @@ def fit(
         monitor_every=evaluate_every,
     )
 
+    bad: set[str] = set()
+
+    def warn(names: Sequence[str]) -> None:
+        for name in set(names) - bad:
+            log.say(f"warning: {name} (replaced by another image)", style="yellow")
+        bad.update(names)
+
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         if values := dict(evaluator(encoder)):
             yield from method.scores.note(values, loader.steps_per_epoch)
@@ -234,23 +251,10 @@ def fit(
                 resume_from=state,
                 extra_state={"identity": dict(identity)},
                 evaluators=[evaluate],
-                on_bad_sample=_Warn(log),
+                on_bad_sample=warn,
             )
         finally:
             log.close()
-
-
-class _Warn:
-    """Names every image that can't be decoded once."""
-
-    def __init__(self, log: RunLog) -> None:
-        self._log, self._seen = log, set[str]()
-
-    def __call__(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name not in self._seen:
-                self._seen.add(name)
-                self._log.say(f"warning: {name} (replaced by another image)", style="yellow")
 
 
 def work_folder(out: Path | None, protocol: str, identity: Mapping[str, Any]) -> Path | None:

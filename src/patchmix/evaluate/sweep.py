@@ -1,9 +1,9 @@
-"""Linear classifiers on stored features: many learning rates and regularisations trained at once.
+"""Linear classifiers on stored features: many learning rates and regularizations trained at once.
 
-Every candidate minimises mean cross-entropy + decay/2 · ‖W‖² on features standardised by the training part, by SGD with
+Every candidate minimizes mean cross-entropy + decay/2 · ‖W‖² on features standardized by the training part, by SGD with
 Nesterov momentum and a cosine schedule. All candidates see the same batches, so that a step is two matrix products.
-Features of a backbone are strongly correlated, on which plain SGD takes for ever: the steps are taken along the
-principal axes of the features, each divided by its axis's variance. That changes the way, not the minimum.
+Features of a backbone are strongly correlated, on which plain SGD converges very slowly: the steps are taken along the
+principal axes of the features, each divided by its axis's variance. That changes the path, not the minimum.
 
 Shapes: N images, D features, C candidates, K classes, n images in a batch.
 """
@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass
 class Classifiers:
-    """C linear classifiers behind one standardisation and rotation."""
+    """C linear classifiers behind one standardization and rotation."""
 
     mean: Tensor  # (D,)
     rotation: Tensor  # (D, D): division by the standard deviations, then to the principal axes
@@ -87,7 +87,7 @@ def fit_candidates(
     device = torch.device("cpu") if device is None else device
     rows = torch.arange(len(vectors)) if rows is None else rows
     count = len(rows)
-    models = _standardised(vectors[rows[:: max(1, count // 32768)]].double(), len(candidates), classes, device)
+    models = _standardized(vectors[rows[:: max(1, count // 32768)]].double(), len(candidates), classes, device)
     lr = torch.tensor([c.lr for c in candidates], device=device)[:, None]  # (C, 1)
     decay = torch.tensor([c.decay for c in candidates], device=device)[:, None]
     along = 1.0 / (models.variance.clamp_min(_LEAST_VARIANCE)[:, None, None] + decay)  # (D, C, 1)
@@ -118,7 +118,7 @@ def fit_candidates(
     return models
 
 
-def _standardised(some: Tensor, candidates: int, classes: int, device: torch.device) -> Classifiers:
+def _standardized(some: Tensor, candidates: int, classes: int, device: torch.device) -> Classifiers:
     """Classifiers of zeros, with the principal axes of the given vectors."""
     mean, deviation = some.mean(dim=0), some.std(dim=0, correction=0)
     scale = torch.where(deviation > 1e-6 * deviation.max(), 1 / deviation, 0.0)  # a constant feature says nothing

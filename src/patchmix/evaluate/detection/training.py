@@ -108,32 +108,22 @@ def _train_and_evaluate(settings: Detect, data: Path, backbone: Backbone, device
     folder = work_folder(out, "detect", identity)
     assert folder is not None
     values, detections, trained = _train(file, train, val, settings, device=device, folder=folder, identity=identity)
-    result = Result(
-        protocol="detect",
-        metrics=detections.scores.metrics,
-        images=len(val),
-        data=str(data),
-        fingerprint=val.fingerprint(),
-        encoder=encoder_name(backbone) if origin is None else f"detector {Path(settings.start or '').name}",
-        weights=backbone.digest() if origin is None else started,
-        settings=record | {"train": train.name, "train_images": len(train), "val": val.name},
-        details={
-            "detector": str(folder / FILE),
-            "best_box_ap": values["best_box_ap"],
-            "best_box_ap_epoch": values["best_box_ap_epoch"],
-            "best": "chosen on the validation images",
-            "classes": detections.scores.classes,
-        },
-    )
     if distributed.is_main():
         trained.save(folder / FILE)
-        _write(folder, out, val, detections, result, settings.pictures)
-    distributed.barrier()
-    return result
+    name = encoder_name(backbone) if origin is None else f"detector {Path(settings.start or '').name}"
+    weights = backbone.digest() if origin is None else started
+    record = record | {"train": train.name, "train_images": len(train), "val": val.name}
+    details = {
+        "detector": str(folder / FILE),
+        "best_box_ap": values["best_box_ap"],
+        "best_box_ap_epoch": values["best_box_ap_epoch"],
+        "best": "chosen on the validation images",
+    }
+    return _result(detections, val, settings, folder, out, name, weights, record, details)
 
 
 def _evaluate_trained(settings: Detect, data: Path, device: torch.device) -> Result:
-    file, out = load_detector(Path(settings.weights)), settings.out
+    file = load_detector(Path(settings.weights))
     val = open_split(data, settings.val, images=settings.val_images, annotations=settings.val_annotations)
     if val.categories != file.categories:
         raise ValueError(
@@ -142,19 +132,30 @@ def _evaluate_trained(settings: Detect, data: Path, device: torch.device) -> Res
         )
     val.with_objects()
     detections = evaluate(file.detector().to(device), file, val, device=device, workers=settings.workers)
-    result = Result(
-        protocol="detect",
-        metrics=detections.scores.metrics,
-        images=len(val),
-        data=str(data),
-        fingerprint=val.fingerprint(),
-        encoder=f"detector {Path(settings.weights).name}",
-        weights=file.digest(),
-        settings=vars(file.shape) | {"val": val.name, "trained": False},
-        details={"detector": str(settings.weights), "classes": detections.scores.classes},
-    )
-    if out is not None and distributed.is_main():
-        _write(out, out, val, detections, result, settings.pictures)
+    name, record = f"detector {Path(settings.weights).name}", vars(file.shape) | {"val": val.name, "trained": False}
+    out, details = settings.out, {"detector": settings.weights}
+    return _result(detections, val, settings, out, out, name, file.digest(), record, details)
+
+
+def _result(
+    detections: Detections,
+    val: CocoImages,
+    settings: Detect,
+    folder: Path | None,
+    out: Path | None,
+    encoder: str,
+    weights: str,
+    record: dict[str, Any],
+    details: dict[str, Any],
+) -> Result:
+    """The result, written to `out`, and in `folder` the detections as COCO's result files and some of them drawn."""
+    metrics, details = detections.scores.metrics, details | {"classes": detections.scores.classes}
+    data = str(settings.data)
+    result = Result("detect", metrics, len(val), data, val.fingerprint(), encoder, weights, record, details)
+    if folder is not None and out is not None and distributed.is_main():
+        save_detections(folder, detections.entries)
+        save_pictures(folder / "pictures", val, detections.entries, count=settings.pictures)
+        append_result(out, result)
     distributed.barrier()
     return result
 
@@ -311,12 +312,6 @@ def _new_detector(
         fresh = build_detector(origin.architecture, classes, origin.shape)
         weights = fresh.state_dict() | without_class_layers(origin.weights)
         return replace(origin, categories=training.categories, weights=weights)
-
-
-def _write(folder: Path, out: Path, testing: CocoImages, detections: Detections, result: Result, pictures: int) -> None:
-    save_detections(folder, detections.entries)
-    save_pictures(folder / "pictures", testing, detections.entries, count=pictures)
-    append_result(out, result)
 
 
 def _first_difference(one: CocoImages | DetectorFile, other: CocoImages | DetectorFile) -> str:
