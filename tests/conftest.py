@@ -16,7 +16,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 GOLDEN = Path(__file__).parent / "assets" / "golden"
 SMALL_RUN: dict[str, Any] = {
     "dim": 24,
-    "depth": 2,
+    "depth": 4,
     "head_hidden": 16,
     "head_out": 8,
     "num_mix": 2,

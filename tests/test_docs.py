@@ -1,12 +1,24 @@
-"""Every command and every Python example in README and docs is run, with sizes that take seconds.
+"""Every command and every Python example of README and docs is run, with data and networks that take seconds.
 
-A command keeps its verb and options. Only its data (named sets and folders become small generated ones), the length of
-training and the sizes of networks are replaced; runs and files that a page takes for granted are put in place first.
+Which: all lines of blocks marked ```bash and all blocks marked ```python. Each page is read from top to bottom and
+starts in an empty folder. In a bash block, comments and lines that begin with pip, make, git or cd are left out. Blocks
+with another mark (```sh, ```py, ```text) are not run: commands for several machines, parts of a program, output.
+
+How: a command keeps its verb and its options. Only this is different from what the reader types:
+
+- PLACEHOLDERS: photos/, labelled/, coco and checkpoint.pth exist. So does each runs/NAME that a command reads and no
+  command before it has written: it is a copy of one small trained run.
+- NAMED_SETS: data sets that would have to be downloaded are replaced by 64 generated images. The generated sets
+  themselves have 600 training and 200 test images.
+- SMALLER: options that make the training short and the networks small.
+
+`pytest -s tests/test_docs.py` prints every command, and what was run for it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -22,6 +34,7 @@ import torch
 
 from patchmix.build import METHODS
 from patchmix.cli import main
+from patchmix.data import shapes
 from patchmix.data.sources import open_source
 from patchmix.interop.loading import load_backbone
 from patchmix.study.ablation import rows_of
@@ -29,104 +42,126 @@ from tests.evaluate.detection.conftest import write_split
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LEFT_OUT = ("#", "pip ", "make ", "git ", "cd ")  # comments; setting up, which needs no test here
 
-NAMED_SETS = {"imagenet", "cifar10", "cifar100", "shapes", "shapes:5000", "../shared/data/cifar10"}
-SMALL_RUN = [
-    *("--image-size", "32", "--patch-size", "8", "--dim", "24", "--depth", "4", "--heads", "2"),
-    *("--batch-size", "32", "--local-crops", "0", "--monitor-bank", "64", "--monitor-queries", "32"),
-]
-SMALL_HEADS = ["--head-hidden", "32", "--head-out", "16"]
-REPLACED = {"--epochs": "1", "--budget": "1s", "--batch-size": "32", "--workers": "0"}
-NOT_OURS = ("pip ", "make ", "git ", "cd ")  # set-up, which other checks cover
+PLACEHOLDERS = ("photos", "labelled", "labeled", "coco", "checkpoint.pth")
+NAMED_SETS = {"imagenet", "cifar10", "cifar100", "shapes", "shapes:5000"}
+FEW_IMAGES = "shapes:64"
+
+
+# By verb: where a command has the option, its value becomes this one; otherwise the option is added.
+SMALL_NETWORK = {
+    "--image-size": "32",
+    "--patch-size": "8",
+    "--dim": "24",
+    "--depth": "1",
+    "--heads": "2",
+    "--head-hidden": "32",
+    "--head-out": "16",
+    "--local-crops": "0",
+    "--batch-size": "32",
+    "--workers": "0",
+    "--monitor-bank": "64",
+    "--monitor-queries": "32",
+}
+SMALLER: dict[str, dict[str, str]] = {
+    "pretrain": {"--epochs": "1", **SMALL_NETWORK},
+    "ablate": {"--epochs": "1", **SMALL_NETWORK},
+    "linear": {"--epochs": "1", "--workers": "0"},
+    "finetune": {"--epochs": "1", "--workers": "0"},
+    "detect": {
+        "--epochs": "1",
+        "--batch-size": "2",
+        "--image-size": "64",
+        "--pictures": "1",
+        "--workers": "0",
+        "--channels": "16",
+        "--head-dim": "32",
+        "--window": "0",
+    },
+    "bench": {"--steps": "1", **SMALL_NETWORK},
+    "demo": {"--budget": "1s"},
+}
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def commands(page: Path) -> list[str]:
-    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
-    return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith(("#", *NOT_OURS))]
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command, without the comment behind it."""
+    lines = [line.strip() for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line and not line.startswith(LEFT_OUT)]
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete small run, a folder of photos, one of labelled photos, and a foreign checkpoint."""
-    folder = tmp_path_factory.mktemp("docs")
-    run = ["pretrain", "shapes:64", "--out", str(folder / "run"), "--recipe", "demo", "--epochs", "1"]
-    main([*run, "--workers", "0", *SMALL_RUN, *SMALL_HEADS])
-    source = open_source("shapes:96")
-    for i in range(96):
-        image = cv2.resize(source.load(i), (40, 40))[:, :, ::-1]
-        for path in (folder / "photos" / f"{i}.jpg", folder / "labelled" / f"class{i % 3}" / f"{i}.png"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            cv2.imwrite(str(path), np.ascontiguousarray(image))
-    for name, i in (("a", 0), ("b", 1)):
-        shutil.copy(folder / "photos" / f"{i}.jpg", folder / "photos" / f"{name}.jpg")
-    torch.save(load_backbone(folder / "run" / "encoder.safetensors").weights, folder / "checkpoint.pth")
-    return folder
-
-
-def prepare(words: list[str], template: Path) -> None:
-    """Puts in place what a page takes for granted."""
-    for name in ("photos", "labelled", "checkpoint.pth"):
-        if not Path(name).exists():
-            (shutil.copytree if (template / name).is_dir() else shutil.copy)(template / name, name)
-    if "coco" in words and not Path("coco").exists():
-        for split in ("train2017", "val2017"):
-            write_split(Path("coco"), split, 4)
-    verb = words[0]
-    if verb not in ("pretrain", "ablate", "import"):
-        outs = {words[i + 1] for i, word in enumerate(words[:-1]) if word == "--out"}
-        for word in words[1:]:
-            if word.startswith("runs/") and word not in outs and not Path(word).exists():
-                shutil.copytree(template / "run", word, symlinks=True)
-
-
-def shortened(words: list[str]) -> list[str]:
-    """The same command with small data and a short training."""
-    small = ["shapes:64" if word in NAMED_SETS else word for word in words]
-    for i, word in enumerate(small[:-1]):
-        if word in REPLACED:
-            small[i + 1] = REPLACED[word]
-    verb = small[0]
-    if verb == "pretrain":
-        method = small[small.index("--method") + 1] if "--method" in small else "patchmix"
-        small += SMALL_RUN + (SMALL_HEADS if method == "patchmix" else [])
-        small += [] if "--workers" in small else ["--workers", "0"]
-        small += [] if {"--epochs", "--budget"} & set(small) else ["--epochs", "1"]
-    elif verb == "ablate":
-        small += [*SMALL_RUN, *SMALL_HEADS]
-        small += [] if "--workers" in small else ["--workers", "0"]
-        small += [] if {"--epochs", "--budget"} & set(small) else ["--epochs", "1"]
-        if "--rows" not in small:  # one of them
-            small += ["--rows", rows_of(small[1], METHODS)[-1].name]
-    elif verb in ("linear", "finetune"):
-        small += [] if "--epochs" in small else ["--epochs", "1"]
-        small += [] if "--workers" in small else ["--workers", "0"]
-    elif verb == "detect" and not {"--eval-only", "--predict"} & set(small):
-        small += ["--epochs", "1", "--batch-size", "2", "--image-size", "64", "--pictures", "1"]
-        small += ["--channels", "16", "--head-dim", "32", "--window", "0"]
-    elif verb == "bench":
-        small += ["--steps", "1", "--workers", "0"]
-        small += [*SMALL_RUN, *SMALL_HEADS]
-    elif verb == "demo":
-        small += ["--budget", "1s"]
+def smaller(words: list[str]) -> list[str]:
+    """The same command with small data, a small network and a short training; `words` begin with the verb."""
+    small = [FEW_IMAGES if word in NAMED_SETS else word for word in words]
+    options = dict(SMALLER.get(small[0], {}))
+    if {"--eval-only", "--predict"} & set(small):
+        options = {}  # a trained detector, as it is
+    if "--budget" in small:
+        options = {"--budget": "1s"} | {option: value for option, value in options.items() if option != "--epochs"}
+    if small[0] == "ablate" and "--rows" not in small:
+        options["--rows"] = rows_of(small[1], METHODS)[-1].name  # one of them
+    for option, value in options.items():
+        if option in small:
+            small[small.index(option) + 1] = value
+        else:
+            small += [option, value]
     return small
 
 
+@pytest.fixture(scope="module")
+def placeholders(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all PLACEHOLDERS, and the trained run as `run`."""
+    folder = tmp_path_factory.mktemp("docs")
+    shutil.copytree(trained_run, folder / "run", symlinks=True)
+    source = open_source("shapes:96")
+    for i in range(96):
+        image = np.ascontiguousarray(cv2.resize(source.load(i), (40, 40))[:, :, ::-1])
+        labelled = [f"{name}/class{i % 3}/{i}.png" for name in ("labelled", "labeled")]
+        for name in (f"photos/{i}.jpg", *labelled):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            cv2.imwrite(str(folder / name), image)
+    for name, i in (("a", 0), ("b", 1)):
+        shutil.copy(folder / "photos" / f"{i}.jpg", folder / "photos" / f"{name}.jpg")
+    for split in ("train2017", "val2017"):
+        write_split(folder / "coco", split, 4)
+    torch.save(load_backbone(folder / "run").weights, folder / "checkpoint.pth")
+    return folder
+
+
+def put_in_place(placeholders: Path, runs: list[str]) -> None:
+    for name in PLACEHOLDERS:
+        if not Path(name).exists():
+            (shutil.copytree if (placeholders / name).is_dir() else shutil.copy)(placeholders / name, name)
+    for run in runs:
+        if not Path(run).exists():
+            shutil.copytree(placeholders / "run", run, symlinks=True)
+
+
+def runs_read_by(words: list[str]) -> list[str]:
+    """What of runs/ a command expects to be there: all that is not the value of --out."""
+    return [word for before, word in itertools.pairwise(words) if word[:5] == "runs/" and before != "--out"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_commands(page: Path, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands(page: Path, placeholders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "cache"))
-    for command in commands(page):
-        words = shlex.split(command)
-        if words[0] == "torchrun":
-            run_torchrun(words, template)
-            continue
-        assert words[0] == "patchmix", f"{page.name}: {command}"
-        prepare(words[1:], template)
-        run_here(shortened(words[1:]))
+    monkeypatch.setattr(shapes, "TRAIN_LENGTH", 600)
+    monkeypatch.setattr(shapes, "TEST_LENGTH", 200)
+    for words in commands(page):
+        assert words[0] in ("patchmix", "torchrun"), f"{page.name}: {shlex.join(words)} is no command of ours"
+        start = words.index("patchmix") + 1
+        put_in_place(placeholders, runs_read_by(words[start:]))
+        launcher, arguments = words[:start], smaller(words[start:])
+        print(f"\n{page.name}: {shlex.join(words)}\n  as {shlex.join([*launcher, *arguments])}", flush=True)
+        if launcher == ["patchmix"]:
+            run_here(arguments)
+        else:
+            run_torchrun(launcher[1:], arguments)
 
 
 def run_here(words: list[str]) -> None:
@@ -138,16 +173,12 @@ def run_here(words: list[str]) -> None:
             raise AssertionError(f"patchmix {shlex.join(words)} ended with exit code {stop.code}") from stop
 
 
-def run_torchrun(words: list[str], template: Path) -> None:
-    start = words.index("patchmix") + 1
-    prepare(words[start:], template)
-    launcher = [sys.executable, "-m", "torch.distributed.run", *words[1:start]]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def run_torchrun(options: list[str], words: list[str]) -> None:
     done = subprocess.run(
-        [*launcher, *shortened(words[start:])],
+        [sys.executable, "-m", "torch.distributed.run", *options, *words],
         capture_output=True,
         text=True,
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         timeout=300,
         check=False,
     )
@@ -155,14 +186,17 @@ def run_torchrun(words: list[str], template: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_python_examples(page: Path, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples(page: Path, placeholders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "python"):
-        for word in re.findall(r"\"(runs/[^\"]+)\"", block):
-            if not Path(word).exists():
-                shutil.copytree(template / "run", word, symlinks=True)
-        prepare(["python"], template)
+        put_in_place(placeholders, re.findall(r"\"(runs/[^\"]+)\"", block))
         exec(compile(block, page.name, "exec"), {"__name__": "docs"})
+
+
+def test_the_pages_have_commands_and_examples() -> None:
+    """So that a change of the marks of blocks does not leave everything out."""
+    assert len([words for page in PAGES for words in commands(page)]) > 30
+    assert len([block for page in PAGES for block in blocks(page, "python")]) >= 3
 
 
 def test_links_lead_somewhere() -> None:

@@ -7,6 +7,7 @@ out what the last block would do for unused tokens. Norms, activations and the s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -59,6 +60,7 @@ class Sizes:
         return (self.image_size // self.patch_size) ** 2
 
 
+@functools.cache
 def sizes_of(model: str, *, image_size: int | None = None, patch_size: int | None = None) -> Sizes:
     """The sizes of any model that `create_encoder` knows; nothing is allocated."""
     with torch.device("meta"):
