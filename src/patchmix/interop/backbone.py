@@ -68,18 +68,7 @@ class Architecture:
         if self.depth > len(weights):  # before a damaged file makes us build a million blocks
             raise ValueError(f"{complaint}: {len(weights)} tensors are too few for depth {self.depth}")
         with torch.device("meta"):  # shapes only, no memory
-            wanted = {name: tuple(tensor.shape) for name, tensor in self.create().state_dict().items()}
-        given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        problems = [f"{name} is missing" for name in wanted if name not in given]
-        problems += [f"{name} is unknown" for name in given if name not in wanted]
-        problems += [
-            f"{name} is {_times(given[name])}, not {_times(wanted[name])}"
-            for name in wanted
-            if name in given and given[name] != wanted[name]
-        ]
-        if problems:
-            more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-            raise ValueError(f"{complaint}: {problems[0]}{more}")
+            check_weights(weights, self.create().state_dict(), complaint)
 
 
 @dataclass(frozen=True)
@@ -168,6 +157,20 @@ class Backbone:
         return backbone
 
 
+def check_weights(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], complaint: str) -> None:
+    """A ValueError that begins with `complaint` unless names and shapes are those of `wanted`."""
+    problems = [f"{name} is missing" for name in wanted if name not in weights]
+    problems += [f"{name} is unknown" for name in weights if name not in wanted]
+    problems += [
+        f"{name} is {_times(weights[name])}, not {_times(tensor)}"
+        for name, tensor in wanted.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise ValueError(f"{complaint}: {problems[0]}{more}")
+
+
 def digest(weights: Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name in sorted(weights):
@@ -199,8 +202,8 @@ def _same_content(a: Path, b: Path) -> bool:
         return False
 
 
-def _times(shape: tuple[int, ...]) -> str:
-    return " × ".join(map(str, shape)) or "a number"
+def _times(tensor: Tensor) -> str:
+    return " × ".join(map(str, tensor.shape)) or "a number"
 
 
 # ---------------------------------------------------------------------------------------------- images to be embedded

@@ -244,7 +244,7 @@ def test_files_that_are_no_detectors(encoder_file: Backbone, tmp_path: Path) -> 
     file = detector_file(encoder_file)
     name = "roi_heads.box_predictor.cls_score.weight"
     for change, message in (
-        ({name: torch.zeros(7, 16)}, rf"{name} is \(7, 16\), not \(4, 16\)"),
+        ({name: torch.zeros(7, 16)}, f"{name} is 7 × 16, not 4 × 16"),
         ({"more": torch.zeros(1)}, "more is unknown"),
     ):
         dataclasses.replace(file, weights=file.weights | change).save(tmp_path / "x.safetensors")

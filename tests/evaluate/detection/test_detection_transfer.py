@@ -17,7 +17,7 @@ import torch
 
 from patchmix.evaluate.detection import training
 from patchmix.evaluate.detection.coco import open_split
-from patchmix.evaluate.detection.inference import beside_truth, color, draw, predict
+from patchmix.evaluate.detection.inference import beside_truth, color, draw
 from patchmix.evaluate.detection.model import load_detector
 from patchmix.evaluate.results import Result, read_results
 from patchmix.interop.backbone import Architecture, Backbone
@@ -188,22 +188,29 @@ def test_predictions_are_drawn(encoder_file: Backbone, coco: Path, tmp_path: Pat
     for path in ("0.png", "deep/0.png"):
         (tmp_path / "photos" / path).write_bytes((coco / "val2017" / "0.png").read_bytes())
     (tmp_path / "photos" / "notes.txt").write_text("no image")
-    written = predict(tmp_path / "run", tmp_path / "photos", tmp_path / "drawn", threshold=0.0, device="cpu")
+
+    def predicted(*images: Path, threshold: float = 0.5) -> list[Path]:
+        paths = training.detect(
+            Detect(str(tmp_path / "run"), predict=images, out=tmp_path / "drawn", threshold=threshold, device="cpu")
+        )
+        assert isinstance(paths, list)
+        return paths
+
+    written = predicted(tmp_path / "photos", threshold=0.0)
     assert [path.name for path in written] == ["0.png", "0-2.png"]
     assert cv2.imread(str(written[0])).shape == (60, 80, 3)
     listed = json.loads((tmp_path / "drawn" / "predictions.json").read_text())
     assert [Path(one["image"]).parent.name for one in listed] == ["photos", "deep"]
     assert listed[0]["objects"], "with threshold 0 even a detector without training finds something"
     assert {"category_id", "name", "bbox", "score", "segmentation"} == set(listed[0]["objects"][0])
+    (tmp_path / "empty").mkdir()
     for wrong, message in (
         (tmp_path / "photos" / "notes.txt", r"notes\.txt: .*give image files"),
         (tmp_path / "nothing", "does not exist"),
-        ([], "no images to look at"),
+        (tmp_path / "empty", "no images to look at"),
     ):
         with pytest.raises(ValueError, match=message):
-            predict(tmp_path / "run", wrong, tmp_path / "drawn", device="cpu")
-    with pytest.raises(ValueError, match=r"threshold is 2; it must be in \[0, 1\]"):
-        predict(tmp_path / "run", tmp_path / "photos", tmp_path / "drawn", threshold=2, device="cpu")
+            predicted(wrong)
 
 
 def test_a_mask_is_tinted_and_a_box_outlined(coco: Path) -> None:

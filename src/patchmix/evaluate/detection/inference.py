@@ -26,6 +26,7 @@ from patchmix.evaluate.detection.views import FittedViews
 from patchmix.evaluate.features import gather_rows
 from patchmix.files import write_text, writing
 from patchmix.progress import progress_bar
+from patchmix.settings import Detect
 
 Entry = dict[str, Any]  # image_id, category_id, bbox (x, y, width, height), score, segmentation
 _ROW = 1024  # bytes sent as one row between processes
@@ -135,28 +136,15 @@ def gather_text(text: str, device: torch.device) -> str:
 
 
 @torch.no_grad()
-def predict(
-    detector: str | Path,
-    images: str | Path | Sequence[str | Path],
-    out: str | Path,
-    *,
-    threshold: float = 0.5,
-    device: str = "auto",
-) -> list[Path]:
-    """Draws detections on images: for each image a PNG file in `out`, and predictions.json with all detections.
-
-    images: files, or folders whose images are taken, however deep.
-    threshold: the lowest score that is drawn and listed.
-    """
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"threshold is {threshold}; it must be in [0, 1]")
-    file, out = load_detector(Path(detector)), Path(out)
-    target = resolve_device(device)
-    network = file.detector().to(target)
+def predict(settings: Detect) -> list[Path]:
+    """Draws detections on images: for each image a PNG file in `out`, and predictions.json with all detections."""
+    file, out = load_detector(Path(settings.weights)), settings.out or Path("predictions")
+    device = resolve_device(settings.device)
+    network = file.detector().to(device)
     views = FittedViews(size=file.shape.image_size, mean=file.mean)
     names = {category.id: category.name for category in file.categories}
     listed, written = [], list[Path]()
-    for path in _image_files(images):
+    for path in _image_files(settings.predict):
         try:
             pixels = decode(path.read_bytes(), str(path))
         except OSError as error:
@@ -165,8 +153,8 @@ def predict(
             raise ValueError(f"{error}; give image files or folders") from error
         arrays = views([pixels], epoch=0, indices=np.zeros(1, np.int64))
         made = [torch.from_numpy(array) for array in arrays]
-        detections = detect_batch(network, made, mean=file.mean, std=file.std, device=target)[0]
-        kept = [as_entry(one, file.categories) for one in detections if one["score"] >= threshold]
+        detections = detect_batch(network, made, mean=file.mean, std=file.std, device=device)[0]
+        kept = [as_entry(one, file.categories) for one in detections if one["score"] >= settings.threshold]
         written.append(_free_name(out, path.stem, written))
         write_picture(written[-1], draw(pixels, kept, names))
         objects = [one | {"name": names[one["category_id"]]} for one in kept]
@@ -175,10 +163,10 @@ def predict(
     return written
 
 
-def _image_files(images: str | Path | Sequence[str | Path]) -> list[Path]:
-    given: Sequence[Any] = [images] if isinstance(images, str | Path) else images
+def _image_files(images: Sequence[Path]) -> list[Path]:
+    """Files, and all images in folders, however deep."""
     files: list[Path] = []
-    for path in map(Path, given):
+    for path in images:
         if path.is_dir():
             files += sorted(one for one in path.rglob("*") if one.suffix.lower() in EXTENSIONS)
         elif path.is_file():

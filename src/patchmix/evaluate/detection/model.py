@@ -25,7 +25,7 @@ from torchvision.ops import roi_align
 from patchmix.data.views import as_channels
 from patchmix.evaluate.detection.coco import Category
 from patchmix.evaluate.detection.views import Target
-from patchmix.interop.backbone import Architecture, digest, save_weights
+from patchmix.interop.backbone import Architecture, check_weights, digest, save_weights
 from patchmix.interop.importing import read_entries
 from patchmix.nn.pyramid import STRIDES, Pyramid
 
@@ -238,23 +238,10 @@ def load_detector(path: Path) -> DetectorFile:
         raise ValueError(f"{file} has damaged metadata ({error}); take another checkpoint of its training") from error
     if pyramid != "fpn":
         raise ValueError(f"{file} has the pyramid {pyramid!r} of version 0.1, which is gone; train it again")
-    _check_weights(detector, file)
-    return detector
-
-
-def _check_weights(detector: DetectorFile, file: Path) -> None:
     with torch.device("meta"):
         wanted = build_detector(detector.architecture, len(detector.categories), detector.shape).state_dict()
-    weights = detector.weights
-    problems = [f"{name} is missing" for name in wanted if name not in weights]
-    problems += [f"{name} is unknown" for name in sorted(set(weights) - set(wanted))]
-    problems += [
-        f"{name} is {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in weights and weights[name].shape != tensor.shape
-    ]
-    if problems:
-        raise ValueError(f"{file} does not hold the detector that its metadata says: {problems[0]}")
+    check_weights(weights, wanted, f"{file} does not hold the detector that its metadata says")
+    return detector
 
 
 def _file_in(folder: Path) -> Path:

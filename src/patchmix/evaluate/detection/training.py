@@ -63,8 +63,7 @@ def detect(settings: Detect, backbone: Backbone | None = None) -> Result | list[
     """
     if settings.predict:
         distributed.check_alone("patchmix detect --predict")
-        drawn = settings.out or Path("predictions")
-        return predict(settings.weights, settings.predict, drawn, threshold=settings.threshold, device=settings.device)
+        return predict(settings)
     if settings.data is None:
         raise ValueError("--data is missing; give a COCO folder, or --predict IMAGE to draw on images")
     device = resolve_device(settings.device)
