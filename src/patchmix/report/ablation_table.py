@@ -51,11 +51,6 @@ class Estimate:
     high: float
     seeds: int
 
-    @property
-    def text(self) -> str:
-        """In %, ± half of the interval's width."""
-        return f"{100 * self.mean:.1f} ± {50 * (self.high - self.low):.1f}"
-
 
 @dataclass(frozen=True)
 class AblationTable:
@@ -69,8 +64,28 @@ class AblationTable:
     training: str  # what all rows have in common, as text
     runs: Sequence[AblationRun]
 
+    @property
+    def scores(self) -> dict[str, str]:
+        """What is compared, with its name in tables."""
+        return HEALTH if self.evaluated_on is None else PROTOCOLS
+
     def of(self, row: AblationRow) -> list[AblationRun]:
         return [run for run in self.runs if run.row == row.name]
+
+    def summary(self, row: AblationRow) -> dict[str, Any]:
+        """The row's numbers, means over its seeds; None where there are none."""
+        runs = self.of(row)
+        done = [run for run in runs if run.failure is None]
+        numbers: dict[str, Any] = {"row": row.name, "seeds": len(done), "failed": len(runs) - len(done)}
+        for name in ("images_seen", "flops_per_image", "seconds"):
+            numbers[name] = _mean([getattr(run, name) for run in done])
+        for protocol, name in PROTOCOLS.items():
+            found = estimate([run.results[protocol] for run in done if protocol in run.results])
+            for part in ("mean", "low", "high"):
+                numbers[f"{name.lower()}_{part}"] = None if found is None else getattr(found, part)
+        for name in HEALTH:
+            numbers[name] = _mean([run.health.get(name) for run in done])
+        return numbers
 
 
 # ------------------------------------------------------------------------------------------------------- intervals
@@ -113,8 +128,7 @@ def t_share(t: float, freedom: int) -> float:
 
 def interval_text(table: AblationTable) -> str:
     """Which interval the table has."""
-    estimates = [_estimate(table, row, protocol) for row in table.rows for protocol in PROTOCOLS]
-    counts = {each.seeds for each in estimates if each is not None}
+    counts = {table.summary(row)["seeds"] for row in table.rows} - {0}
     one, several = "Wilson's for the test images", "Student's t over the seeds"
     if counts == {1}:
         return f"±: 95 % interval, {one} (one seed; it does not cover other seeds)"
@@ -123,28 +137,41 @@ def interval_text(table: AblationTable) -> str:
     return f"±: 95 % interval, {several}"
 
 
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
 # --------------------------------------------------------------------------------------------------------- the table
 
 
 def columns(table: AblationTable) -> list[str]:
-    scores = PROTOCOLS if table.evaluated_on is not None else HEALTH
-    return ["row", "seeds", "images", "GF/image", "seconds", *scores.values()]
+    return ["row", "seeds", "images", "GF/image", "seconds", *table.scores.values()]
 
 
 def cells(table: AblationTable, row: AblationRow) -> list[str]:
-    runs = table.of(row)
-    done = [run for run in runs if run.failure is None]
-    failed = len(runs) - len(done)
-    texts = [row.name, f"{len(done)} of {len(table.seeds)}" + (f", {failed} failed" if failed else "")]
-    texts += [
-        _number([run.images_seen for run in done], ",.0f"),
-        _number([_giga(run.flops_per_image) for run in done], ".3g"),
-        _number([run.seconds for run in done], ",.0f"),
-    ]
+    numbers = table.summary(row)
+
+    def number(key: str, form: str, unit: float = 1.0) -> str:
+        return "–" if numbers[key] is None else format(numbers[key] / unit, form)
+
+    seeds = f"{numbers['seeds']} of {len(table.seeds)}" + (f", {numbers['failed']} failed" if numbers["failed"] else "")
+    costs = [number("images_seen", ",.0f"), number("flops_per_image", ".3g", 1e9), number("seconds", ",.0f")]
+    points = [_point(table, row, key) for key in table.scores]
     if table.evaluated_on is None:
-        return texts + [_number([run.health.get(name) for run in done], ".3g") for name in HEALTH]
-    estimates = [_estimate(table, row, protocol) for protocol in PROTOCOLS]
-    return texts + ["–" if each is None else each.text for each in estimates]
+        scores = ["–" if point is None else f"{point[0]:.3g}" for point in points]
+    else:
+        scores = ["–" if point is None else f"{point[0]:.1f} ± {(point[2] - point[1]) / 2:.1f}" for point in points]
+    return [row.name, seeds, *costs, *scores]
+
+
+def _point(table: AblationTable, row: AblationRow, key: str) -> tuple[float, float, float] | None:
+    """Value and interval of a score: accuracies in %."""
+    numbers = table.summary(row)
+    if table.evaluated_on is None:
+        return None if numbers[key] is None else (numbers[key],) * 3
+    values = [numbers[f"{PROTOCOLS[key].lower()}_{part}"] for part in ("mean", "low", "high")]
+    return None if values[0] is None else (100 * values[0], 100 * values[1], 100 * values[2])
 
 
 def print_table(table: AblationTable, console: Console) -> None:
@@ -164,8 +191,22 @@ def write_table(table: AblationTable, folder: Path) -> list[Path]:
     """ablation.md, .csv, .json and .png, each whole or as it was before."""
     paths = [folder / f"ablation{ending}" for ending in (".md", ".csv", ".json", ".png")]
     write_text(paths[0], markdown(table))
-    write_text(paths[1], comma_separated(table))
-    write_text(paths[2], json.dumps(as_dict(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    summaries = [table.summary(row) for row in table.rows]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(summaries[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(summaries)  # accuracies in 0…1
+    write_text(paths[1], out.getvalue())
+    content = {
+        **{key: getattr(table, key) for key in ("ablation", "data", "evaluated_on", "training")},
+        "seeds": list(table.seeds),
+        "interval": interval_text(table) if table.evaluated_on is not None else None,
+        "rows": [
+            {**numbers, "runs": [asdict(run) for run in table.of(row)]}
+            for row, numbers in zip(table.rows, summaries, strict=True)
+        ],
+    }
+    write_text(paths[2], json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if any(run.failure is None for run in table.runs):
         with replacing(paths[3]) as temporary:
             ablation_figure(table).savefig(temporary, format="png", bbox_inches="tight")
@@ -173,11 +214,8 @@ def write_table(table: AblationTable, folder: Path) -> list[Path]:
 
 
 def markdown(table: AblationTable) -> str:
-    names = columns(table)
     lines = [f"# {TITLES[table.ablation]}", "", f"Trained on {table.data}: {table.training}.", ""]
-    lines += [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-    lines += [f"| {' | '.join(cells(table, row))} |" for row in table.rows]
-    lines += [""]
+    lines += [*_markdown_table(columns(table), [cells(table, row) for row in table.rows]), ""]
     if table.evaluated_on is None:
         lines += ["There are no labels: effective rank and mean cosine of the features at the end of the training."]
     else:
@@ -185,73 +223,39 @@ def markdown(table: AblationTable) -> str:
     lines += ["images: seen in training, with repetition; GF: 10⁹ FLOPs of training per image, forward and backward."]
     lines += [f"{run.row}, seed {run.seed}, failed: {run.failure}." for run in table.runs if run.failure]
     if any(row.paper for row in table.rows):
-        lines += ["", "The paper's numbers (ViT-S/2, its protocol and length; –: not in it, NA: no convergence):"]
-        lines += ["", "| row | CIFAR-10 kNN | linear | CIFAR-100 kNN | linear |", "|---|---|---|---|---|"]
-        for row in table.rows:
-            pairs = [row.paper.get(data) for data in ("cifar10", "cifar100")]
-            values = [v for pair in pairs for v in (["–", "–"] if pair is None else [_or_na(pair[1]), _or_na(pair[0])])]
-            lines += [f"| {row.name} | {' | '.join(values)} |"]
+        lines += ["", "The paper's numbers (ViT-S/2, its protocol and length; –: not in it, NA: no convergence):", ""]
+        head = ["row", "CIFAR-10 kNN", "linear", "CIFAR-100 kNN", "linear"]
+        lines += _markdown_table(head, [[row.name, *_paper_cells(row)] for row in table.rows])
     return "\n".join(lines) + "\n"
 
 
-def comma_separated(table: AblationTable) -> str:
-    """One line a row; accuracies in 0…1."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(_entry(table, table.rows[0])), lineterminator="\n")
-    writer.writeheader()
-    for row in table.rows:
-        writer.writerow(_entry(table, row))
-    return out.getvalue()
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def as_dict(table: AblationTable) -> dict[str, Any]:
-    """Everything, also the single runs."""
-    rows = [{**_entry(table, row), "runs": [asdict(run) for run in table.of(row)]} for row in table.rows]
-    return {
-        "ablation": table.ablation,
-        "data": table.data,
-        "evaluated_on": table.evaluated_on,
-        "training": table.training,
-        "seeds": list(table.seeds),
-        "interval": interval_text(table) if table.evaluated_on is not None else None,
-        "rows": rows,
-    }
-
-
-def _entry(table: AblationTable, row: AblationRow) -> dict[str, Any]:
-    runs = table.of(row)
-    done = [run for run in runs if run.failure is None]
-    entry: dict[str, Any] = {
-        "row": row.name,
-        "seeds": len(done),
-        "failed": len(runs) - len(done),
-        "images_seen": _mean([run.images_seen for run in done]),
-        "flops_per_image": _mean([run.flops_per_image for run in done]),
-        "seconds": _mean([run.seconds for run in done]),
-    }
-    for protocol, name in PROTOCOLS.items():
-        found = _estimate(table, row, protocol)
-        for part in ("mean", "low", "high"):
-            entry[f"{name.lower()}_{part}"] = None if found is None else getattr(found, part)
-    for name in HEALTH:
-        entry[name] = _mean([run.health.get(name) for run in done])
-    return entry
+def _paper_cells(row: AblationRow) -> list[str]:
+    texts = []
+    for data in ("cifar10", "cifar100"):
+        linear, knn = row.paper.get(data, ("–", "–"))
+        texts += [
+            value if isinstance(value, str) else "NA" if value is None else f"{value:.1f}" for value in (knn, linear)
+        ]
+    return texts
 
 
 # --------------------------------------------------------------------------------------------------------- the figure
 
 
 def ablation_figure(table: AblationTable) -> Figure:
-    """A panel for each protocol: rows as points with their intervals; over the cost for methods and lengths."""
-    names = PROTOCOLS if table.evaluated_on is not None else HEALTH
+    """A panel for each score: rows as points with their intervals; over the cost for methods and lengths."""
     with style():
-        figure = Figure(figsize=(4.6 * len(names), 0.32 * len(table.rows) + 2.2))
-        for axis, (key, title) in zip(figure.subplots(1, len(names), squeeze=False).flat, names.items(), strict=True):
+        figure = Figure(figsize=(4.6 * len(table.scores), 0.32 * len(table.rows) + 2.2))
+        for axis, (key, name) in zip(figure.subplots(1, len(table.scores)), table.scores.items(), strict=True):
             if table.ablation in ("method", "epochs"):
                 _draw_over_cost(axis, table, key)
             else:
                 _draw_rows(axis, table, key)
-            axis.set_title(f"{title} accuracy (%)" if table.evaluated_on is not None else f"{title} of the features")
+            axis.set_title(f"{name} accuracy (%)" if table.evaluated_on is not None else f"{name} of the features")
         figure.suptitle(f"{TITLES[table.ablation]}: {table.data}", fontsize=10)
         figure.tight_layout()
     return figure
@@ -259,8 +263,7 @@ def ablation_figure(table: AblationTable) -> Figure:
 
 def _draw_rows(axis: Axes, table: AblationTable, key: str) -> None:
     for place, row in enumerate(table.rows):
-        point = _point(table, row, key)
-        if point is not None:
+        if (point := _point(table, row, key)) is not None:
             value, low, high = point
             bar = [[value - low], [high - value]]
             axis.errorbar([value], [place], xerr=bar, fmt="o", color=COLORS[0], capsize=3, markersize=4)
@@ -271,13 +274,13 @@ def _draw_rows(axis: Axes, table: AblationTable, key: str) -> None:
 def _draw_over_cost(axis: Axes, table: AblationTable, key: str) -> None:
     by_length = table.ablation == "epochs"
     for i, row in enumerate(table.rows):
-        done = [run for run in table.of(row) if run.failure is None]
-        cost = _mean([run.images_seen if by_length else _giga(run.flops_per_image) for run in done])
-        point = _point(table, row, key)
+        numbers, point = table.summary(row), _point(table, row, key)
+        cost = numbers["images_seen"] if by_length else numbers["flops_per_image"]
         if point is not None and cost is not None:
             value, low, high = point
             (color, marker), bar = look(i), [[value - low], [high - value]]
-            axis.errorbar([cost], [value], yerr=bar, fmt=marker, color=color, capsize=3, markersize=4, label=row.name)
+            place = [cost if by_length else cost / 1e9]
+            axis.errorbar(place, [value], yerr=bar, fmt=marker, color=color, capsize=3, markersize=4, label=row.name)
     if by_length:
         axis.set_xscale("log")
     else:
@@ -290,34 +293,3 @@ def _draw_over_cost(axis: Axes, table: AblationTable, key: str) -> None:
 def look(number: int) -> tuple[str, str]:
     """Color and marker of one of many."""
     return COLORS[number % len(COLORS)], MARKERS[number // len(COLORS) % len(MARKERS)]
-
-
-def _point(table: AblationTable, row: AblationRow, key: str) -> tuple[float, float, float] | None:
-    """Value and interval as the figure shows them."""
-    if table.evaluated_on is not None:
-        found = _estimate(table, row, key)
-        return None if found is None else (100 * found.mean, 100 * found.low, 100 * found.high)
-    value = _mean([run.health.get(key) for run in table.of(row) if run.failure is None])
-    return None if value is None else (value, value, value)
-
-
-def _estimate(table: AblationTable, row: AblationRow, protocol: str) -> Estimate | None:
-    return estimate([run.results[protocol] for run in table.of(row) if protocol in run.results])
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def _number(values: Sequence[float | None], form: str) -> str:
-    mean = _mean(values)
-    return "–" if mean is None else format(mean, form)
-
-
-def _giga(value: float | None) -> float | None:
-    return None if value is None else value / 1e9
-
-
-def _or_na(value: float | None) -> str:
-    return "NA" if value is None else f"{value:.1f}"
