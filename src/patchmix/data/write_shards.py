@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import cv2
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Written:
-    """What came of a split."""
+    """The shards of one split."""
 
     split: Split
     shards: int
@@ -102,7 +102,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _open(data: str | Path, split: Split, progress: bool) -> Source:
-    """Nothing is decoded in advance; sub-folders are labels where all images lie in one."""
+    """Without decoding in advance; sub-folders are labels if all images lie in one."""
     try:
         return open_source(data, split, class_folders=True, cache_bytes=0, progress=progress)
     except ValueError:
@@ -128,7 +128,7 @@ def _alone(out: Path) -> Iterator[None]:
 def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bool) -> Written:
     shards = -(-job.samples // job.per_shard)
     names = [f"{job.split}-{number:06d}.tar" for number in range(shards)]
-    _claim(out, job, set(names))
+    _claim(out, job)
     order = _order(source, job.shuffle)
     stop = threading.Event()
     left_out: list[str] = []
@@ -169,19 +169,17 @@ def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bo
     return Written(job.split, shards, len(index.offsets), tuple(sorted(left_out)), int(index.shard_bytes.sum()))
 
 
-def _claim(out: Path, job: Job, shards: set[str]) -> None:
-    """Makes `out` this job's; raises ValueError where something else is in it. Remains of an interrupted call go."""
-    mine = f"{job.split}-job.json"
-    record = out / mine
+def _claim(out: Path, job: Job) -> None:
+    """Makes `out` this job's; raises ValueError if it holds anything else. Removes what an interrupted call began."""
+    record = out / f"{job.split}-job.json"
     described = json.dumps(asdict(job), indent=2) + "\n"
     same = record.is_file() and _without_place(record.read_text("utf-8")) == _without_place(described)
-    known = re.compile(r"(train|test)-(\d{6}\.tar|index\.safetensors|job\.json)")
+    split = "(train|test)" if same else "test" if job.split == "train" else "train"
+    known = re.compile(rf"{split}-(\d{{6}}\.tar|index\.safetensors|job\.json)|\{_LOCK}")
     for path in sorted(out.iterdir()):
         if path.name.startswith(f".{job.split}-") and path.name.endswith(UNFINISHED):
             path.unlink()
-        elif (path.name != _LOCK and not known.fullmatch(path.name)) or (
-            path.name.startswith(f"{job.split}-") and not same
-        ):
+        elif not known.fullmatch(path.name):
             raise ValueError(
                 f"{str(out)!r} holds {path.name!r}, which is not of this job; give an empty folder with --out, "
                 "or the same data and settings to go on"
@@ -253,13 +251,11 @@ def _encode(pixels: Pixels, kind: str, option: int, value: int) -> bytes:
 
 def _index(out: Path, names: list[str], source: Source, job: Job, left_out: list[str]) -> ShardIndex:
     """Reads the shards back; raises ValueError where they do not hold what they should."""
-
-    def parts() -> Iterator[ShardIndex]:
-        for name in names:
-            with (out / name).open("rb", buffering=0) as file:
-                yield scanned(file, name)
-
-    index = join(list(parts()))
+    parts = []
+    for name in names:
+        with (out / name).open("rb", buffering=0) as file:
+            parts.append(scanned(file, name))
+    index = join(parts)
     damaged = [f"{name} ({text})" for name, text in zip(index.shards, index.skipped, strict=True) if text]
     numbers = np.array([int(index.names[i][:9]) for i in range(len(index.names))], np.int64)
     missing = job.samples - len(np.unique(numbers))
@@ -267,4 +263,4 @@ def _index(out: Path, names: list[str], source: Source, job: Job, left_out: list
     if damaged or wrong or len(numbers) != len(np.unique(numbers)) or missing < len(left_out):
         what = damaged[0] if damaged else f"{len(numbers)} samples, {missing} missing, {len(left_out)} left out"
         raise ValueError(f"the shards in {str(out)!r} do not hold what was written ({what}); remove them, write again")
-    return ShardIndex(**{**vars(index), "classes": source.classes})
+    return replace(index, classes=source.classes)
