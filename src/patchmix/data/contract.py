@@ -1,4 +1,4 @@
-"""What a source of images is, for everything that reads from one."""
+"""The interface of a source of images."""
 
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -42,7 +42,7 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Hex digits that identify the list of contents; the same wherever the root lies."""
+        """Hex digits that identify the contents; independent of where they are stored."""
         ...
 
 

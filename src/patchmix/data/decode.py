@@ -49,7 +49,7 @@ class Reduced(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What the first bytes tell. `simple`: OpenCV decodes this kind as well as Pillow does."""
+    """From the first bytes. `simple`: OpenCV decodes this kind as well as Pillow does."""
 
     height: int
     width: int
@@ -71,7 +71,7 @@ def decode(data: bytes, key: str) -> Pixels:
 def decode_reduced(data: bytes, key: str, size: tuple[int, int], reduction: int) -> Pixels | Reduced:
     """As `decode`, but a JPEG at 1 / `reduction` (1, 2, 4 or 8) of its scale, which its transform makes cheap.
 
-    size: (height, width) as `size_of` tells it. Other formats, which gain nothing, are decoded whole.
+    size: (height, width) from `size_of`. Other formats gain nothing and are decoded whole.
     """
     if reduction == 1 or data[:3] != b"\xff\xd8\xff":
         return decode(data, key)
@@ -94,7 +94,7 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
 
 
 def read_header(data: bytes) -> Header | None:
-    """Size and kind from the first bytes of a JPEG, PNG or WebP; None where only Pillow can tell."""
+    """Size and kind from the first bytes of a JPEG, PNG or WebP; None where it takes Pillow to read them."""
     try:
         if data[:3] == b"\xff\xd8\xff":
             return _jpeg_header(data)
@@ -202,7 +202,7 @@ def _to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
 def _open_pillow(file: IO[bytes], key: str) -> Image.Image:
     try:
         with warnings.catch_warnings():
-            # Our own limit speaks for itself, and broken EXIF is not the user's business.
+            # We have our own limit on pixels, and users can't do anything about broken EXIF.
             warnings.simplefilter("ignore")
             return Image.open(file)
     except Exception as error:  # as above

@@ -86,7 +86,7 @@ def change_colors(images: Tensor, rows: Tensor, *, max_sigma: float) -> Tensor:
     """uint8 (N, h, w, 3), rows (N, 11) → float32 (N, 3, h, w) in 0…255, contiguous; no sigma is above `max_sigma`."""
     pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     order, factors = rows[:, _ORDER], rows[:, _FACTORS]
-    # The hue's turn is the dear one. All images take it together, between what comes before it and what after.
+    # Turning the hue costs most. All images do it at once, between the operations before and after it.
     turn_at = order.argmax(dim=1)
     for place in (0, 1, 2):
         pixels = _blend(pixels, order[:, place], factors, active=turn_at > place)

@@ -160,7 +160,7 @@ class _Batches(Dataset[Batch | ValueError]):
             return error
 
     def _batch(self, epoch: int, positions: Indices) -> Batch:
-        images: list[Any] = []  # pixels; reduced ones only for a transform that asks for them
+        images: list[Any] = []  # pixels; reduced ones only for a transform that has `reduction`
         used: list[int] = []
         bad: list[str] = []
         for position in positions.tolist():
@@ -244,7 +244,7 @@ def _closing(loader: "DataLoader[Batch | ValueError]") -> Iterator[Batch]:
     with _interrupts_wait():  # workers inherit this, until they have settled what Ctrl-C means to them
         batches: Any = iter(loader)
     try:
-        while (batch := _patiently_next(batches, loader.timeout)) is not None:
+        while (batch := _next_batch(batches, loader.timeout)) is not None:
             if isinstance(batch, ValueError):
                 raise batch
             yield batch
@@ -256,8 +256,8 @@ def _closing(loader: "DataLoader[Batch | ValueError]") -> Iterator[Batch]:
             shutdown()
 
 
-def _patiently_next(batches: "Iterator[Batch | ValueError]", seconds: float) -> Batch | ValueError | None:
-    """None at the end. The iterator waits for `seconds`; asked again after that, it waits on."""
+def _next_batch(batches: "Iterator[Batch | ValueError]", seconds: float) -> Batch | ValueError | None:
+    """None at the end. The iterator waits for `seconds`; called again after that, it goes on waiting."""
     for _ in range(_LOOKS):
         try:
             return next(batches, None)
@@ -289,11 +289,11 @@ def _start_worker(_: int) -> None:
     cv2.setNumThreads(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    sys.excepthook = _tell  # also called by the thread that hands batches over
+    sys.excepthook = _print_error  # also called by the thread that sends batches
     # torch's own watchdog takes the parent that it finds when it starts for the right one, though that may be dead.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # A spawned worker takes the interpreter down with it, while the thread that sends batches may be inside torch:
-    # that aborts the process, and the DataLoader raises. A forked one leaves this way anyhow.
+    # that aborts the process, and the DataLoader raises. A forked one ends this way in any case.
     atexit.register(os._exit, 0)
 
 
@@ -304,7 +304,7 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """As usual, but for a parent that hung up because it ends."""
     if not isinstance(error, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)

@@ -112,7 +112,7 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
             try:
                 image = source.load(index)
                 if image.shape[:2] != tuple(shapes[index]):
-                    raise DecodeError(source.key(index), "its header promises another size")
+                    raise DecodeError(source.key(index), "its header says another size")
                 start = int(starts[index])
                 block[start : start + image.size] = image.reshape(-1)
             except DecodeError as error:
@@ -124,7 +124,7 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
             advance(done)
     release = getattr(source, "release", None)
     if release is not None:
-        release()  # open files and row groups; from here on only its keys are asked for
+        release()  # open files and row groups; from here on only its keys are used
     return InMemorySource(
         pixels,
         shapes,
@@ -140,7 +140,7 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
 @lru_cache(maxsize=1)
 def _decoding_threads() -> ThreadPoolExecutor:
     """Never ended: a thread that has used OpenCV takes a lock of the whole process as it ends, and a loader's worker
-    that is forked at that moment would wait for that lock for ever."""
+    that is forked at that moment would wait for that lock forever."""
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="decode")
 
 

@@ -104,7 +104,7 @@ class ParquetSource:
 
     def _column(self, group: int) -> Any:
         """The image bytes of a row group, through a small cache of the last ones used."""
-        if self._process != os.getpid():  # forked: the parent's lock may be held for ever
+        if self._process != os.getpid():  # forked: the parent's lock may be held forever
             self.release()
         with self._lock:
             if group in self._groups:

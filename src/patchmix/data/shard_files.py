@@ -220,7 +220,7 @@ def _list_remote(pattern: str) -> list[str]:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """What fsspec is told about a protocol: HTTP without a limit for the whole file, but for each answer."""
+    """Options of fsspec by protocol: over HTTP a time limit for each answer, none for the whole file."""
     if not url.startswith(("http://", "https://")):
         return {}
     from aiohttp import ClientTimeout  # slow to import

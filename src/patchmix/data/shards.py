@@ -232,7 +232,7 @@ class ShardSource:
         raise AssertionError("the last try returns or raises")
 
     def _file(self, shard: int) -> IO[bytes]:
-        if self._process != os.getpid():  # forked: the parent's lock may be held for ever
+        if self._process != os.getpid():  # forked: the parent's lock may be held forever
             self.release()
         with self._lock:
             if shard in self._files:
