@@ -232,9 +232,9 @@ class TestBadSamples:
         wanted = take(loader(source=numbered(48)).batches(), 8)
         named = []
         for batch, ideal in zip(batches, wanted, strict=True):
-            for used, wanted in zip(batch.indices.tolist(), ideal.indices.tolist(), strict=True):
+            for used, right in zip(batch.indices.tolist(), ideal.indices.tolist(), strict=True):
                 assert used not in source.bad
-                assert used == wanted or wanted in source.bad
+                assert used == right or right in source.bad
             assert len(batch.views[0]) == 12
             named += [entry for entry in batch.bad if not entry.startswith("numbers#") or "broken" not in entry]
             assert {f"numbers#{i}: broken" for i in ideal.indices.tolist() if i in source.bad} <= set(batch.bad)
