@@ -26,13 +26,8 @@ class DINO(Method):
         super().__init__()
         self.options = options
         self.encoder = encoder
-        self.head = PrototypeHead(
-            encoder.num_features,
-            options.head_out,
-            hidden=options.head_hidden,
-            bottleneck=options.head_bottleneck,
-            fixed_length=options.norm_last_layer,
-        )
+        sizes = options.head_hidden, options.head_bottleneck, options.head_out
+        self.head = PrototypeHead(encoder.num_features, *sizes, fixed_length=options.norm_last_layer)
         self.momentum_copy = MomentumCopy(encoder, self.head, momentum=Cosine(options.momentum, 1.0))  # the teacher
         self.center = Center(options.head_out, options.center_momentum)
         self.before_step(0.0)

@@ -29,13 +29,8 @@ class IBOT(Method):
         super().__init__()
         self.options = options
         self.encoder = encoder
-        self.head = PrototypeHead(
-            encoder.num_features,
-            options.head_out,
-            hidden=options.head_hidden,
-            bottleneck=options.head_bottleneck,
-            fixed_length=options.norm_last_layer,
-        )
+        sizes = options.head_hidden, options.head_bottleneck, options.head_out
+        self.head = PrototypeHead(encoder.num_features, *sizes, fixed_length=options.norm_last_layer)
         self.momentum_copy = MomentumCopy(encoder, self.head, momentum=Cosine(options.momentum, 1.0))  # the teacher
         self.mask_token = nn.Parameter(torch.zeros(encoder.embed_dim))  # e_[MASK]
         self.center = Center(options.head_out, options.center_momentum)  # C

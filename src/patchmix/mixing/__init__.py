@@ -11,22 +11,8 @@ from patchmix.mixing.mixed import Mix, Mixed, overlap
 from patchmix.mixing.pairs import CutMix, Mixup, OneOf, Region, RegionSwap, ResizeMix, partners
 from patchmix.mixing.patchmix import PatchMix
 
-__all__ = [
-    "MIXES",
-    "CutMix",
-    "Mix",
-    "Mixed",
-    "Mixup",
-    "OneOf",
-    "PatchMix",
-    "Region",
-    "RegionSwap",
-    "ResizeMix",
-    "block_masks",
-    "create_mix",
-    "overlap",
-    "partners",
-]
+__all__ = ["MIXES", "CutMix", "Mix", "Mixed", "Mixup", "OneOf", "PatchMix", "Region", "RegionSwap", "ResizeMix"]
+__all__ += ["block_masks", "create_mix", "overlap", "partners"]
 
 MIXES = ("patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap")  # the paper's Table "mix"
 

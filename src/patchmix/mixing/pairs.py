@@ -21,8 +21,7 @@ class Mixup(Mix):
     """Zhang et al., ICLR 2018: x̃ = λ·x + (1 − λ)·x′ with λ ~ Beta(α, α), one λ per image."""
 
     def __init__(self, alpha: float = 1.0, generator: torch.Generator | None = None) -> None:
-        _check_alpha(alpha, "Mixup")
-        self.alpha, self.generator = alpha, generator
+        self.alpha, self.generator = _positive(alpha, "Mixup"), generator
 
     def draw(self, n: int) -> Tensor:
         """fraction = 1 − λ: (N,)."""
@@ -44,8 +43,7 @@ class CutMix(Mix):
     """
 
     def __init__(self, alpha: float = 1.0, generator: torch.Generator | None = None) -> None:
-        _check_alpha(alpha, "CutMix")
-        self.alpha, self.generator = alpha, generator
+        self.alpha, self.generator = _positive(alpha, "CutMix"), generator
 
     def draw(self, n: int) -> Tensor:
         """fraction = 1 − λ, of a box that lies wholly inside: (N,)."""
@@ -194,9 +192,10 @@ def _inside(height: int, width: int, top: Tensor, left: Tensor, bottom: Tensor, 
     return (y >= top) & (y < bottom) & (x >= left) & (x < right)
 
 
-def _check_alpha(alpha: float, mix: str) -> None:
+def _positive(alpha: float, mix: str) -> float:
     if not alpha > 0:
         raise ValueError(f"alpha of {mix} is {alpha}; it must be above 0 (1 draws the amount uniformly)")
+    return alpha
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

@@ -58,9 +58,7 @@ class PrototypeHead(nn.Module):
     While `frozen`, prototypes get a gradient of zero (not none: processes exchange it), and the optimizer skips them.
     """
 
-    def __init__(
-        self, in_dim: int, out_dim: int, *, hidden: int = 2048, bottleneck: int = 256, fixed_length: bool = True
-    ) -> None:
+    def __init__(self, in_dim: int, hidden: int, bottleneck: int, out_dim: int, *, fixed_length: bool = True) -> None:
         super().__init__()
         self.mlp = nn.Sequential(
             nn.Linear(in_dim, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, bottleneck)

@@ -12,7 +12,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-_OWN_NAME = re.compile(r"vit_(tiny|small|base)_patch(\d+)_(\d+)")
+_NAME = re.compile(r"vit_(tiny|small|base)_patch(\d+)_(\d+)")
 HEADS = {"tiny": 3, "small": 6, "base": 12}  # Table "backbone"
 
 
@@ -31,27 +31,19 @@ def create_encoder(
     """A ViT without classifier: images (N, in_chans, H, W) → features (N, dim), the class token after the last norm.
 
     `name` is `vit_{tiny,small,base}_patchP_S` for any patch size P and image size S (Table "backbone" has patch 2 at
-    32 px and patch 16 at 224 px), or any timm ViT. The other arguments override what the name says; with
-    `any_image_size` the position embedding is interpolated to whatever size comes in.
+    32 px and patch 16 at 224 px), or any timm ViT. The other arguments override the name; with
+    `any_image_size` the position embedding is interpolated to the size of the images.
     """
-    wanted = {
-        "img_size": image_size,
-        "patch_size": patch_size,
-        "embed_dim": dim,
-        "depth": depth,
-        "num_heads": heads,
-    }
-    options: dict[str, Any] = {key: value for key, value in wanted.items() if value is not None}
-    if own := _OWN_NAME.fullmatch(name):
-        size, patch, pixels = own[1], int(own[2]), int(own[3])
-        options = {"img_size": pixels, "patch_size": patch} | options
-        timm_name = f"vit_{size}_patch16_224"
-    else:
-        timm_name = name
-        if name.split(".")[0] not in timm.list_models():
-            near = difflib.get_close_matches(name, timm.list_models("vit_*"), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"model {name!r} is neither vit_{{tiny,small,base}}_patchP_S nor a timm model{hint}")
+    given = {"img_size": image_size, "patch_size": patch_size, "embed_dim": dim, "depth": depth, "num_heads": heads}
+    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    timm_name = name
+    if match := _NAME.fullmatch(name):
+        timm_name = f"vit_{match[1]}_patch16_224"
+        options = {"img_size": int(match[3]), "patch_size": int(match[2])} | options
+    elif name.split(".")[0] not in timm.list_models():
+        near = difflib.get_close_matches(name, timm.list_models("vit_*"), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"model {name!r} is neither vit_{{tiny,small,base}}_patchP_S nor a timm model{hint}")
     _check_sizes(name, options)
     if any_image_size:
         options["dynamic_img_size"] = True
@@ -76,9 +68,9 @@ def _check_sizes(name: str, options: dict[str, Any]) -> None:
     dim, heads = options.get("embed_dim"), options.get("num_heads")
     if dim and heads and dim % heads:
         raise ValueError(f"model {name!r}: dim {dim} is not a multiple of {heads} heads")
-    if dim and not heads and (own := _OWN_NAME.fullmatch(name)) and dim % HEADS[own[1]]:
+    if dim and not heads and (match := _NAME.fullmatch(name)) and dim % HEADS[match[1]]:
         raise ValueError(
-            f"model {name!r}: dim {dim} is not a multiple of its {HEADS[own[1]]} heads; set model.heads too"
+            f"model {name!r}: dim {dim} is not a multiple of its {HEADS[match[1]]} heads; set model.heads too"
         )
 
 
