@@ -214,47 +214,42 @@ def fit(
         monitor_every=evaluate_every,
     )
 
-    bad: set[str] = set()
-
-    def warn(names: Sequence[str]) -> None:
-        for name in set(names) - bad:
-            log.say(f"warning: {name} (replaced by another image)", style="yellow")
-        bad.update(names)
-
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         if values := dict(evaluator(encoder)):
             yield from method.scores.note(values, loader.steps_per_epoch)
 
-    main = distributed.is_main()
-    with run_lock(folder) if folder is not None and main else nullcontext():
-        checkpoints, state = None, None
-        if folder is not None:
-            checkpoints = Checkpoints(folder / "checkpoints")
-            if checkpoints.last is not None:
-                state = load_checkpoint(checkpoints.last)
-                if state.get("identity") != dict(identity):
-                    raise ValueError(f"{checkpoints.last} belongs to another evaluation; remove {folder} to start anew")
-        distributed.barrier()  # nobody writes before everybody has read
-        if folder is not None and main:
-            write_text(folder / "settings.json", json.dumps(dict(identity), indent=2) + "\n")
-        log = RunLog(folder if main else None, step=int(state["step"]) if state else 0)
-        try:
-            return train(
-                method,
-                loader,
-                plan,
-                optimizer=optimizer,
-                device=device,
-                prepare=prepare,
-                log=log,
-                checkpoints=checkpoints,
-                resume_from=state,
-                extra_state={"identity": dict(identity)},
-                evaluators=[evaluate],
-                on_bad_sample=warn,
-            )
-        finally:
-            log.close()
+    parts: dict[str, Any] = {"optimizer": optimizer, "device": device, "prepare": prepare, "evaluators": [evaluate]}
+    with run_lock(folder) if folder is not None and distributed.is_main() else nullcontext():
+        return _train(method, loader, plan, folder, dict(identity), parts)
+
+
+def _train(
+    method: Method, loader: Loader, plan: Plan, folder: Path | None, identity: dict[str, Any], parts: dict[str, Any]
+) -> dict[str, float]:
+    """`train` with a log and checkpoints in `folder`, from the last checkpoint if there is one."""
+    checkpoints, state = None, None
+    if folder is not None:
+        checkpoints = Checkpoints(folder / "checkpoints")
+        if checkpoints.last is not None:
+            state = load_checkpoint(checkpoints.last)
+            if state.get("identity") != identity:
+                raise ValueError(f"{checkpoints.last} belongs to another evaluation; remove {folder} to start anew")
+    distributed.barrier()  # nobody writes before everybody has read
+    if folder is not None and distributed.is_main():
+        write_text(folder / "settings.json", json.dumps(identity, indent=2) + "\n")
+    log = RunLog(folder if distributed.is_main() else None, step=int(state["step"]) if state else 0)
+    bad: set[str] = set()
+
+    def warn(names: Sequence[str]) -> None:
+        for name in sorted(set(names) - bad):
+            log.say(f"warning: {name} (replaced by another image)", style="yellow")
+        bad.update(names)
+
+    saved = {"checkpoints": checkpoints, "resume_from": state, "extra_state": {"identity": identity}}
+    try:
+        return train(method, loader, plan, **parts, **saved, log=log, on_bad_sample=warn)  # type: ignore[arg-type]
+    finally:
+        log.close()
 
 
 def work_folder(out: Path | None, protocol: str, identity: Mapping[str, Any]) -> Path | None:

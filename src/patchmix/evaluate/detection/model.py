@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from timm.layers import LayerNorm2d, resample_patch_embed  # type: ignore[attr-defined]
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
@@ -143,31 +142,19 @@ def build_detector(
     `shape.patch_size` other than the encoder's resamples its patch embedding, so that a patch of the new size gets
     about the token that the old one had (FlexiViT); the grid, and with it the position embedding, stays.
     """
+    patch = shape.patch_size
+    if patch is not None and patch != architecture.patch_size:
+        grid = architecture.image_size // architecture.patch_size
+        architecture = dataclasses.replace(architecture, patch_size=patch, image_size=grid * patch)
+        if encoder_weights is not None:
+            name = "patch_embed.proj.weight"
+            encoder_weights = encoder_weights | {name: resample_patch_embed(encoder_weights[name], [patch, patch])}
     encoder = architecture.create(drop_path=drop_path, any_image_size=True)
     if encoder_weights is not None:
         encoder.load_state_dict(encoder_weights)
-    if shape.patch_size is not None and shape.patch_size != architecture.patch_size:
-        encoder = _with_patches(encoder, architecture, shape.patch_size, drop_path)
-    backbone = Pyramid(
-        encoder,
-        channels=shape.channels,
-        window=shape.window,
-        global_blocks=shape.global_blocks,
-        recompute=recompute,
-    )
+    options = {"channels": shape.channels, "window": shape.window, "global_blocks": shape.global_blocks}
+    backbone = Pyramid(encoder, **options, recompute=recompute)
     return Detector(backbone, classes, shape=shape, rois_per_image=rois_per_image)
-
-
-def _with_patches(
-    encoder: VisionTransformer, architecture: Architecture, patch: int, drop_path: float
-) -> VisionTransformer:
-    grid = architecture.image_size // architecture.patch_size
-    other = dataclasses.replace(architecture, patch_size=patch, image_size=grid * patch)
-    weights = encoder.state_dict()
-    weights["patch_embed.proj.weight"] = resample_patch_embed(weights["patch_embed.proj.weight"], [patch, patch])
-    changed = other.create(drop_path=drop_path, any_image_size=True)
-    changed.load_state_dict(weights)
-    return changed
 
 
 def without_class_layers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
