@@ -41,9 +41,11 @@ def test_the_papers_column_within_half_a_percent(method: str, column: int) -> No
 
 
 def test_dino_with_eight_crops_of_16_px_within_a_percent() -> None:
-    for row in flops_table(["dino"]):
+    for row in flops_table(Flops("dino")):
         assert row.difference == pytest.approx(0.0, abs=8e-3)
-        assert abs(flops_table(["dino"], [row.model], local_crops=10, local_size=16)[0].linear / row.linear - 1) > 0.05
+        assert (
+            abs(flops_table(Flops("dino", row.model, local_crops=10, local_size=16))[0].linear / row.linear - 1) > 0.05
+        )
 
 
 def test_ibots_rows_of_the_paper_have_no_setting_in_common() -> None:
@@ -53,7 +55,7 @@ def test_ibots_rows_of_the_paper_have_no_setting_in_common() -> None:
         for model, gflops in zip(MODELS, PAPER_GFLOPS["ibot"], strict=True)
     ]
     assert passes == pytest.approx([26.16, 26.17, 23.07], abs=0.01)
-    assert max(abs(row.difference or 1.0) for row in flops_table(["ibot"])) < 0.09
+    assert max(abs(row.difference or 1.0) for row in flops_table(Flops("ibot"))) < 0.09
 
 
 def patchmix_flops(sizes: Sizes, *, batch: int, attention: bool) -> int:
@@ -177,7 +179,7 @@ def test_the_table_prints_the_paper_beside_ours() -> None:
     text = out.getvalue()
     for row in ("50.0", "787.3", "1237.2", "2014.1", "8×16"):
         assert row in text
-    assert len(flops_table()) == 27
+    assert len(flops_table(Flops())) == 27
     one = io.StringIO()
     flops(Flops("simclr", "vit_tiny_patch4_16", count=True), Console(file=one, width=160))
     assert "counted" in one.getvalue()

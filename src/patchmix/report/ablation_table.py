@@ -80,9 +80,9 @@ class AblationTable:
         for name in ("images_seen", "flops_per_image", "seconds"):
             numbers[name] = _mean([getattr(run, name) for run in done])
         for protocol, name in PROTOCOLS.items():
-            found = estimate([run.results[protocol] for run in done if protocol in run.results])
+            score = estimate([run.results[protocol] for run in done if protocol in run.results])
             for part in ("mean", "low", "high"):
-                numbers[f"{name.lower()}_{part}"] = None if found is None else getattr(found, part)
+                numbers[f"{name.lower()}_{part}"] = None if score is None else getattr(score, part)
         for name in HEALTH:
             numbers[name] = _mean([run.health.get(name) for run in done])
         return numbers
@@ -138,8 +138,8 @@ def interval_text(table: AblationTable) -> str:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if present else None
 
 
 # --------------------------------------------------------------------------------------------------------- the table

@@ -80,8 +80,8 @@ class History:
     def points(self, key: str, kind: AxisKind = "epochs") -> tuple[list[float], list[float]]:
         """Places and values of one quantity, in order; rows without it are left out."""
         place = self.axis(kind)
-        found = [(place(row), float(row[key])) for row in self.rows if row.get(key) is not None]
-        return [x for x, _ in found], [y for _, y in found]
+        rows = [row for row in self.rows if row.get(key) is not None]
+        return [place(row) for row in rows], [float(row[key]) for row in rows]
 
     @property
     def terms(self) -> list[str]:

@@ -113,8 +113,8 @@ class Gallery:
         return "" if self.labels is None else class_name(int(self.labels[row]), self.source.classes)
 
     def pictures(self, rows: Sequence[int], size: int = 96) -> dict[int, np.ndarray]:
-        found = crops(self.source, [self.positions[row] for row in rows], size)
-        return {row: found[self.positions[row]] for row in rows}
+        images = crops(self.source, [self.positions[row] for row in rows], size)
+        return {row: images[self.positions[row]] for row in rows}
 
     def rows(self, images: Sequence[str | int], what: str) -> list[int]:
         """Rows of images that are given by position or path."""

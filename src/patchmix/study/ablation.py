@@ -96,15 +96,15 @@ _METHODS: dict[str, Paper] = {
 
 def rows_of(ablation: str, methods: Iterable[str]) -> tuple[AblationRow, ...]:
     """All rows of an ablation, in the table's order; `methods` are the names that can be compared."""
-    known = {
+    rows = {
         "mix": MIX,
         "num-mix": NUM_MIX,
         "terms": LOSS_TERMS,
         "epochs": LENGTHS,
         "method": tuple(AblationRow(name, method=name, paper=_METHODS.get(name, {})) for name in methods),
     }
-    check_known(ablation, known, "ablation")
-    return known[ablation]
+    check_known(ablation, rows, "ablation")
+    return rows[ablation]
 
 
 def choose_rows(rows: Sequence[AblationRow], names: Sequence[str]) -> tuple[AblationRow, ...]:

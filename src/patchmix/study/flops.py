@@ -258,34 +258,26 @@ class FlopsRow:
         return None if self.paper is None else self.linear / self.paper - 1.0
 
 
-def flops_table(
-    methods: Sequence[str] = METHODS,
-    models: Sequence[str] = MODELS,
-    *,
-    batch: int = 2,
-    image_size: int | None = None,
-    local_crops: int | None = None,
-    local_size: int | None = None,
-) -> list[FlopsRow]:
-    """Every method × model, beside the paper's column where it has the row.
+def flops_table(settings: Flops) -> list[FlopsRow]:
+    """Every method × model, with the paper's number where it has the row.
 
     Local crops are none unless given, except for DINO and iBOT on the paper's models, where they are those that come
     nearest to the paper's numbers.
     """
     rows = []
-    for model in models:
-        sizes = sizes_of(model, image_size=image_size)
-        for method in methods:
-            as_paper = batch == 2 and image_size is None and model in MODELS and method in PAPER_GFLOPS
-            number, size = PAPER_CROPS.get(method, (0, 96)) if model in MODELS and local_crops is None else (0, 96)
-            number, size = (number if local_crops is None else local_crops), (local_size or size)
+    batch = settings.batch
+    for model in (settings.model,) if settings.model else MODELS:
+        sizes = sizes_of(model, image_size=settings.image_size)
+        for method in (settings.method,) if settings.method else METHODS:
+            as_paper = batch == 2 and settings.image_size is None and model in MODELS and method in PAPER_GFLOPS
+            number, size = PAPER_CROPS.get(method, (0, 96)) if model in MODELS else (0, 96)
+            if settings.local_crops is not None:
+                number, size = settings.local_crops, 96
+            size = settings.local_size or size
+            crops = {"batch": batch, "local_crops": number, "local_size": size}
+            linear = method_flops(method, sizes, **crops, patch_heads=not as_paper)
+            full = method_flops(method, sizes, **crops, attention=True, class_token=True)
             same_crops = (number, size) == PAPER_CROPS.get(method, (number, size))
-            linear = method_flops(
-                method, sizes, batch=batch, local_crops=number, local_size=size, patch_heads=not as_paper
-            )
-            full = method_flops(
-                method, sizes, batch=batch, attention=True, class_token=True, local_crops=number, local_size=size
-            )
             paper = PAPER_GFLOPS[method][MODELS.index(model)] * 1e9 if as_paper and same_crops else None
             rows.append(FlopsRow(method, model, number, size, encoder_parameters(sizes), paper, linear, full))
     return rows
@@ -300,14 +292,7 @@ def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
     columns = ["method", "model", "crops", "M par.", "paper", "linear", "off by", "full"]
     for column in [*columns, "counted"] if settings.count else columns:
         table.add_column(column, justify="left" if column in ("method", "model") else "right", no_wrap=True)
-    rows = flops_table(
-        (settings.method,) if settings.method else METHODS,
-        (settings.model,) if settings.model else MODELS,
-        batch=settings.batch,
-        image_size=settings.image_size,
-        local_crops=settings.local_crops,
-        local_size=settings.local_size,
-    )
+    rows = flops_table(settings)
     for row in rows:
         cells = [
             row.method,

@@ -1,5 +1,5 @@
 // Curves of all runs: hover or arrow keys read values, dragging zooms, the legend's buttons hide runs.
-import { choice, draw, make, shown, ticks } from "./dom.js";
+import { choice, draw, formatted, make, ticks } from "./dom.js";
 
 const WIDTH = 420, HEIGHT = 230, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 26;
 
@@ -74,9 +74,9 @@ class Panel {
     if (!all.length) { this.readout.textContent = "no values"; return; }
     for (const y of ticks(this.scale.bottom, this.scale.top, 4)) {
       this.svg.append(draw("line", { class: "grid-line", x1: LEFT, x2: WIDTH - RIGHT, y1: this.y(y), y2: this.y(y) }),
-        draw("text", { class: "tick", x: LEFT - 5, y: this.y(y) + 4, "text-anchor": "end" }, shown(y)));
+        draw("text", { class: "tick", x: LEFT - 5, y: this.y(y) + 4, "text-anchor": "end" }, formatted(y)));
     }
-    for (const x of ticks(low, high, 5)) this.svg.append(draw("text", { class: "tick", x: this.x(x), y: HEIGHT - 8, "text-anchor": "middle" }, shown(x)));
+    for (const x of ticks(low, high, 5)) this.svg.append(draw("text", { class: "tick", x: this.x(x), y: HEIGHT - 8, "text-anchor": "middle" }, formatted(x)));
     const drawn = new Set(); // runs of one batch size share their bounds
     for (const line of lines) {
       const keep = line.x.map((x, i) => i).filter((i) => inside(line.x[i]));
@@ -96,7 +96,7 @@ class Panel {
   }
 
   describe(lines) {
-    const parts = lines.filter((line) => line.y.length).map((line) => `${this.data.runs[line.run]}: from ${shown(line.raw[0])} to ${shown(line.raw.at(-1))}`);
+    const parts = lines.filter((line) => line.y.length).map((line) => `${this.data.runs[line.run]}: from ${formatted(line.raw[0])} to ${formatted(line.raw.at(-1))}`);
     return `${this.panel.title} over ${this.label}. ${parts.join("; ")}`;
   }
 
@@ -150,12 +150,12 @@ class Panel {
       const i = nearestIndex(line.x, at), slack = (this.scale.high - this.scale.low) / 40;
       if (i < 0 || at > line.x.at(-1) + slack || at < line.x[0] - slack) continue; // this run has nothing here
       place = line.x[i];
-      const bounds = line.bounds.map(([name, y]) => `${name} ${shown(y[i])}`).join(", ");
-      texts.push(`${this.data.runs[line.run]} ${shown(line.y[i])}${bounds ? ` (${bounds})` : ""}`);
+      const bounds = line.bounds.map(([name, y]) => `${name} ${formatted(y[i])}`).join(", ");
+      texts.push(`${this.data.runs[line.run]} ${formatted(line.y[i])}${bounds ? ` (${bounds})` : ""}`);
       this.marks.append(draw("circle", { class: `fill-${line.run % 8}`, cx: this.x(place), cy: this.y(line.y[i]), r: 4 }));
     }
     this.marks.prepend(draw("line", { class: "cursor", x1: this.x(place), x2: this.x(place), y1: TOP, y2: HEIGHT - BOTTOM }));
-    this.readout.textContent = `${this.label} ${shown(place)}: ${texts.join("; ")}`;
+    this.readout.textContent = `${this.label} ${formatted(place)}: ${texts.join("; ")}`;
   }
 }
 

@@ -21,7 +21,7 @@ export function choice(label, options, chosen, onchange) {
 }
 
 // 4 significant digits, without the noise of 0.30000000000000004 or of 12 zeros.
-export function shown(value) {
+export function formatted(value) {
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
@@ -33,7 +33,7 @@ export function ticks(low, high, count) {
   const raw = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= raw * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(Number((i * step).toPrecision(12)));
-  return found;
+  const places = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) places.push(Number((i * step).toPrecision(12)));
+  return places;
 }

@@ -38,14 +38,14 @@ const normalizedSimilarity = (cosine, temperature) => Math.exp((Math.min(cosine,
 
 // How many neighbors each class has, and kNN's vote: [[label, count, weight], …], the strongest first.
 function tally(neighbors, labels, temperature) {
-  const found = new Map();
+  const classes = new Map();
   for (const [place, cosine] of neighbors) {
-    const entry = found.get(labels[place]) ?? [labels[place], 0, 0];
+    const entry = classes.get(labels[place]) ?? [labels[place], 0, 0];
     entry[1] += 1;
     entry[2] += Math.exp((cosine - neighbors[0][1]) / temperature);
-    found.set(labels[place], entry);
+    classes.set(labels[place], entry);
   }
-  return [...found.values()].sort((a, b) => b[2] - a[2] || a[0] - b[0]);
+  return [...classes.values()].sort((a, b) => b[2] - a[2] || a[0] - b[0]);
 }
 
 export function startExplorer(root, data) {
@@ -62,7 +62,7 @@ export function startExplorer(root, data) {
     type: "button", tabindex: -1, "aria-pressed": "false", "aria-label": title(i), title: title(i), "data-image": i, onclick: () => choose(i),
   }, image(i)));
   const grid = make("div", { class: "thumbs", role: "group", "aria-label": "Images; arrow keys move, Enter chooses", onkeydown: (event) => walk(event) }, ...buttons);
-  const found = make("p", { class: "note", role: "status" });
+  const matches = make("p", { class: "note", role: "status" });
 
   function filter() {
     const wanted = state.text.trim().toLowerCase();
@@ -71,7 +71,7 @@ export function startExplorer(root, data) {
       button.hidden = (state.label !== "" && String(data.labels[i]) !== state.label) || !title(i).toLowerCase().includes(wanted);
       count += !button.hidden;
     });
-    found.textContent = `${count.toLocaleString("en")} of ${buttons.length.toLocaleString("en")} images`;
+    matches.textContent = `${count.toLocaleString("en")} of ${buttons.length.toLocaleString("en")} images`;
     enter(buttons.find((button) => !button.hidden && button.tabIndex === 0) ?? buttons.find((button) => !button.hidden));
   }
 
@@ -198,7 +198,7 @@ export function startExplorer(root, data) {
       choice("beside", [["-1", "none"], ...runs], "1", (value) => { state.runs[1] = Number(value); again(); }));
   }
   controls.append(choice("neighbors", counts.map((k) => [String(k), String(k)]), String(state.k), (value) => { state.k = Number(value); again(); }));
-  root.append(controls, make("div", { class: "explorer" }, make("div", { class: "screen-only" }, found, grid), make("div", { "aria-label": "Chosen image", role: "region" }, head, status, results)));
+  root.append(controls, make("div", { class: "explorer" }, make("div", { class: "screen-only" }, matches, grid), make("div", { "aria-label": "Chosen image", role: "region" }, head, status, results)));
   filter();
   choose(0);
 }
