@@ -204,7 +204,7 @@ def _acquire(folder: Path) -> BaseFileLock:
             raise
         lock = SoftFileLock(folder / f"{LOCK}.soft")
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=0.2)  # the first try may only remove the file of a dead process
         except Timeout:
             raise ValueError(f"{_in_use(folder)}; if it is gone, remove {lock.lock_file}") from error
     return lock
