@@ -1,8 +1,8 @@
-"""A new method is a class, its options and a line of registration: SimSiam (Chen and He, CVPR 2021), on shapes.
+"""A new method in one file: SimSiam (Chen and He, CVPR 2021), trained on generated shapes.
 
     python examples/new_method.py runs/simsiam
 
-Everything else (views, loop, schedules, checkpoints, several processes, evaluation, export) works as it is.
+Views, training loop, schedules, checkpoints, several processes, evaluation and export work without changes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ with another mark (```sh, ```py, ```text) are not run: commands for several mach
 
 How: a command keeps its verb and its options. Only this is different from what the reader types:
 
-- PLACEHOLDERS: photos/, labelled/, coco and checkpoint.pth exist. So does each runs/NAME that a command reads and no
+- PLACEHOLDERS: photos/, labeled/, coco and checkpoint.pth exist. So does each runs/NAME that a command reads and no
   command before it has written: it is a copy of one small trained run.
 - NAMED_SETS: data sets that would have to be downloaded are replaced by 64 generated images. The generated sets
   themselves have 600 training and 200 test images.
@@ -37,6 +37,7 @@ from patchmix.cli import main
 from patchmix.data import shapes
 from patchmix.data.sources import open_source
 from patchmix.interop.loading import load_backbone
+from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.study.ablation import rows_of
 from tests.evaluate.detection.conftest import write_split
 
@@ -44,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LEFT_OUT = ("#", "pip ", "make ", "git ", "cd ")  # comments; setting up, which needs no test here
 
-PLACEHOLDERS = ("photos", "labelled", "labeled", "coco", "checkpoint.pth")
+PLACEHOLDERS = ("photos", "labeled", "labeled", "coco", "checkpoint.pth")
 NAMED_SETS = {"imagenet", "cifar10", "cifar100", "shapes", "shapes:5000"}
 FEW_IMAGES = "shapes:64"
 
@@ -120,8 +121,8 @@ def placeholders(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
     source = open_source("shapes:96")
     for i in range(96):
         image = np.ascontiguousarray(cv2.resize(source.load(i), (40, 40))[:, :, ::-1])
-        labelled = [f"{name}/class{i % 3}/{i}.png" for name in ("labelled", "labeled")]
-        for name in (f"photos/{i}.jpg", *labelled):
+        labeled = [f"{name}/class{i % 3}/{i}.png" for name in ("labeled", "labeled")]
+        for name in (f"photos/{i}.jpg", *labeled):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             cv2.imwrite(str(folder / name), image)
     for name, i in (("a", 0), ("b", 1)):
@@ -199,10 +200,24 @@ def test_the_pages_have_commands_and_examples() -> None:
     assert len([block for page in PAGES for block in blocks(page, "python")]) >= 3
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+?)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} → {target}"
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", page.read_text(encoding="utf-8")):
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name} → {target}"
+            assert not anchor or anchor in anchors(linked), f"{page.name} → {target}#{anchor}"
+
+
+def test_every_method_is_described_with_a_link_to_its_options() -> None:
+    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    for name in METHOD_OPTIONS:
+        assert re.search(rf"^\*\*`{name}`\*\*(?:(?!\n\n).)*reference\.md#{name}\)", text, re.DOTALL | re.MULTILINE), name
 
 
 def test_the_reference_lists_the_options_of_the_code() -> None:
