@@ -217,7 +217,9 @@ def test_links_lead_somewhere() -> None:
 def test_every_method_is_described_with_a_link_to_its_options() -> None:
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     for name in METHOD_OPTIONS:
-        assert re.search(rf"^\*\*`{name}`\*\*(?:(?!\n\n).)*reference\.md#{name}\)", text, re.DOTALL | re.MULTILINE), name
+        assert re.search(rf"^\*\*`{name}`\*\*(?:(?!\n\n).)*reference\.md#{name}\)", text, re.DOTALL | re.MULTILINE), (
+            name
+        )
 
 
 def test_the_reference_lists_the_options_of_the_code() -> None:
