@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LEFT_OUT = ("#", "pip ", "make ", "git ", "cd ")  # comments; setting up, which needs no test here
 
-PLACEHOLDERS = ("photos", "labeled", "labeled", "coco", "checkpoint.pth")
+PLACEHOLDERS = ("photos", "labeled", "coco", "checkpoint.pth")
 NAMED_SETS = {"imagenet", "cifar10", "cifar100", "shapes", "shapes:5000"}
 FEW_IMAGES = "shapes:64"
 
@@ -121,8 +121,7 @@ def placeholders(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
     source = open_source("shapes:96")
     for i in range(96):
         image = np.ascontiguousarray(cv2.resize(source.load(i), (40, 40))[:, :, ::-1])
-        labeled = [f"{name}/class{i % 3}/{i}.png" for name in ("labeled", "labeled")]
-        for name in (f"photos/{i}.jpg", *labeled):
+        for name in (f"photos/{i}.jpg", f"labeled/class{i % 3}/{i}.png"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             cv2.imwrite(str(folder / name), image)
     for name, i in (("a", 0), ("b", 1)):
