@@ -37,7 +37,7 @@ Above0 = Annotated[float, Gt(0)]
 class DataConfig:
     path: Annotated[Positional[str], arg(name="data", metavar="DATA")] = "shapes"
     """A name (shapes, cifar10, cifar100, imagenet), a folder of images, parquet, or .tar shards."""
-    cache_gb: NonNegative = 2.0  # Keep data that decodes to less than this in memory.
+    cache_gb: NonNegative = 2.0  # Keep data in memory that decodes to less than this many GB.
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class ViewsConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The encoder; None means: as the name says."""
+    """The encoder. Sizes follow from the model's name unless they are given."""
 
     name: Annotated[str, arg(name="model")] = "vit_small_patch16_224"
-    """vit_{tiny,small,base}_patchP_S for any patch size P and image size S, or any timm ViT."""
+    """Model: vit_{tiny,small,base}_patchP_S for any patch size P and image size S, or any timm ViT."""
     image_size: Count | None = None  # Side of the input in pixels.
     patch_size: Count | None = None  # Side of a patch in pixels.
-    in_chans: Literal[1, 3] = 3  # 1 for grayscale, 3 for RGB.
+    in_chans: Literal[1, 3] = 3  # Input channels: 1 for grayscale, 3 for RGB.
     dim: Count | None = None  # Width of the tokens.
     depth: Count | None = None  # Number of blocks.
     heads: Count | None = None  # Number of attention heads.
@@ -87,7 +87,7 @@ class MethodConfig(Generic[Options]):
     """The method and its options."""
 
     name: Annotated[str, arg(name="method")] = "patchmix"
-    """patchmix, mocov3, simclr, byol, swav, dino, ibot, sdmp or regioncl."""
+    """Method: patchmix, mocov3, simclr, byol, swav, dino, ibot, sdmp or regioncl."""
     options: Annotated[Options, arg(name="")] = field(default_factory=PatchMixOptions)  # type: ignore[assignment]
 
 
@@ -113,7 +113,7 @@ class TrainConfig:
     epochs: Above0 = 300.0  # Passes over the data; a shorter run keeps the recipe's proportion of warm-up.
     budget: str | None = None  # Wall-clock time instead of epochs, such as 45min or 2h.
     accumulate: Count = 1  # Micro-batches per optimizer step.
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it.
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision; auto is bf16 on GPUs that support it.
     seed: int = 0  # Seed of every random number of the run.
 
 
@@ -121,20 +121,20 @@ class TrainConfig:
 class RuntimeConfig:
     """How a run is carried out, not what it computes: a resumed run may differ here."""
 
-    device: str = "auto"  # auto, cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Annotated[int, Ge(0)] = 2  # Processes that load images.
-    views: Literal["cpu", "device"] = "cpu"  # Where colors are changed; the results differ by rounding only.
+    views: Literal["cpu", "device"] = "cpu"  # Where colors are augmented; results differ by rounding only.
     log_every: Count = 10  # Steps between lines of the log.
-    monitor_every: NonNegative = 10.0  # Epochs between evaluations; 0: only at the start and the end.
+    monitor_every: NonNegative = 10.0  # Epochs between evaluations; 0 evaluates at the start and the end only.
     monitor_bank: Count = 10_000  # Training images of the monitor's kNN.
     monitor_queries: Count = 2_000  # Test images of the monitor's kNN.
     checkpoint_epochs: NonNegative = 1.0  # Epochs between checkpoints.
     checkpoint_minutes: Above0 = 10.0  # Longest time between checkpoints.
-    keep_checkpoints: Count = 1  # How many of the last checkpoints are kept.
+    keep_checkpoints: Count = 1  # Number of checkpoints to keep.
     timeout_minutes: Above0 = 10.0  # Longest wait for another process.
     recompute: bool = False  # Activation checkpointing: less memory, about a third more time.
-    compile: bool = False  # torch.compile: minutes of warm-up, then faster on most GPUs.
-    wandb: str | None = None  # A Weights & Biases project to log to as well.
+    compile: bool = False  # Use torch.compile: minutes of warm-up, then faster on most GPUs.
+    wandb: str | None = None  # Weights & Biases project to log to as well.
 
 
 @dataclass(frozen=True)

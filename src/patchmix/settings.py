@@ -33,11 +33,11 @@ class Pretrain(Generic[Options]):
     """Pre-train a ViT on unlabeled images."""
 
     out: Path  # The run's folder.
-    recipe: str = "paper"  # paper, official or demo; `patchmix recipes` lists them.
-    config: Path | None = None  # A config.yaml, or a run whose configuration to use, instead of a recipe.
-    resume: str | None = None  # auto continues OUT where it stopped; or the path of a checkpoint.
-    init_from: str | None = None  # A run or other weights to start from.
-    devices: Count | None = None  # Processes to start on this machine, one per GPU; on the CPU they share the cores.
+    recipe: str = "paper"  # Recipe: paper, official or demo; `patchmix recipes` lists them.
+    config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
+    resume: str | None = None  # Path of a checkpoint to continue from, or auto: the last one of OUT.
+    init_from: str | None = None  # Run or weights file to start from.
+    devices: Count | None = None  # Processes to start on this machine: one per GPU, or sharing the CPU cores.
     run: RunSettings[Options] = field(default_factory=Config)
 
 
@@ -46,15 +46,15 @@ class Ablate(Generic[Options]):
     """Train and evaluate the rows of one of the paper's ablations, or all methods, into one table."""
 
     ablation: Positional[Literal["mix", "num-mix", "terms", "epochs", "method"]]
-    """The paper's ablations, or method: all methods side by side."""
-    out: Path  # A folder for the table and one run per row and seed; the same call continues.
-    seeds: tuple[int, ...] = (0,)  # Train every row with each seed.
-    rows: tuple[str, ...] = ()  # Some of the rows, by name; by default all.
+    """One of the paper's ablations, or method: all methods in one table."""
+    out: Path  # Folder for the table and one run per row and seed. The same call resumes.
+    seeds: tuple[int, ...] = (0,)  # Seeds to train every row with.
+    rows: tuple[str, ...] = ()  # Names of the rows to train; by default all.
     row_settings: UseAppendAction[Annotated[tuple[str, ...], arg(name="row-set", metavar="ROW:KEY=VALUE")]] = ()
-    """A setting for one row, such as dino:clip_grad=3; may be repeated."""
-    test_data: str | None = None  # Labeled images to evaluate on; by default DATA, where it has labels.
-    recipe: str = "paper"  # paper, official or demo.
-    config: Path | None = None  # A config.yaml, or a run whose configuration to use, instead of a recipe.
+    """Setting of one row, such as dino:clip_grad=3; may be repeated."""
+    test_data: str | None = None  # Labeled images to evaluate on; by default DATA, if it has labels.
+    recipe: str = "paper"  # Recipe: paper, official or demo.
+    config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
     run: RunSettings[Options] = field(default_factory=Config)
 
 
@@ -63,7 +63,7 @@ class Demo:
     """Pre-train a small ViT on generated images, evaluate it and draw figures: minutes on a CPU, no data needed."""
 
     out: Path | None = None  # The run's folder; by default runs/demo-DATE-TIME.
-    budget: str = "3min"  # How long to train.
+    budget: str = "3min"  # Training time.
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
@@ -73,16 +73,16 @@ class Demo:
 class Knn:
     """Evaluate an encoder by weighted k-nearest neighbors."""
 
-    weights: Weights  # A run's folder, an encoder.safetensors, another project's checkpoint, or timm:NAME.
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
     data: str  # Labeled images: a name, class folders, parquet, or shards.
     k: tuple[Count, ...] = ()
-    """Numbers of neighbors; by default those of 10, 20, 100, 200 that the data allows (headline 20)."""
+    """Numbers of neighbors; by default 10, 20, 100 and 200 as far as the data allows. The headline is 20."""
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
-    resize: Count | None = None  # Shorter side before the center crop; the authors' code has 36 for CIFAR.
-    encoder: Literal["base", "momentum"] | None = None  # By default the one that the checkpoint's project evaluates.
-    device: Device = "auto"  # auto, cpu or cuda.
+    resize: Count | None = None  # Shorter side before the center crop; 36 for CIFAR in the authors' code.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 0  # Processes that load images.
-    cache: bool = True  # Keep features on disk, and use those of an earlier evaluation.
+    cache: bool = True  # Keep features on disk and reuse them.
     out: Path | None = None  # Folder of results.jsonl; by default the run's folder.
 
 
@@ -90,20 +90,20 @@ class Knn:
 class Linear:
     """Evaluate an encoder by a linear classifier on its frozen features."""
 
-    weights: Weights  # A run's folder, an encoder.safetensors, another project's checkpoint, or timm:NAME.
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
     data: str  # Labeled images: a name, class folders, parquet, or shards.
     protocol: Literal["paper", "fast"] = "paper"
-    """paper trains with augmentation; fast sweeps classifiers on stored features in seconds."""
-    epochs: Above0 | None = None  # By default 100 for paper; for fast it depends on the number of images.
+    """The paper's protocol with augmentation, or a fast sweep of classifiers on stored features."""
+    epochs: Above0 | None = None  # Epochs; by default 100 for paper, and as many as the data needs for fast.
     lr: Above0 | None = None  # Learning rate of the paper's protocol; by default 0.05.
-    batch_size: Count | None = None  # By default 256 up to 64 px, 1024 above (paper's protocol).
+    batch_size: Count | None = None  # Batch size of the paper's protocol; by default 256 up to 64 px, 1024 above.
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
     resize: Count | None = None  # Shorter side before the center crop of test images.
-    encoder: Literal["base", "momentum"] | None = None  # By default the one that the checkpoint's project evaluates.
-    device: Device = "auto"  # auto, cpu or cuda.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
     seed: int = 0  # Seed of every random number.
-    cache: bool = True  # Keep features on disk, and use those of an earlier evaluation.
+    cache: bool = True  # Keep features on disk and reuse them.
     out: Path | None = None  # Folder of results.jsonl and checkpoints; by default the run's. The same call resumes.
 
 
@@ -111,25 +111,25 @@ class Linear:
 class Finetune:
     """Evaluate an encoder by fine-tuning it with labels. The defaults are the authors'."""
 
-    weights: Weights  # A run's folder, an encoder.safetensors, another project's checkpoint, or timm:NAME.
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
     data: str  # Labeled images: a name, class folders, parquet, or shards.
     epochs: Above0 = 100.0  # Passes over the training images.
-    warmup_epochs: NonNegative = 10.0  # Length of the warm-up; at most a tenth of the epochs.
-    base_lr: Above0 | None = None  # For a batch of 256; by default 5e-4, and 1e-3 for ViT-T.
+    warmup_epochs: NonNegative = 10.0  # Epochs of warm-up; at most a tenth of all.
+    base_lr: Above0 | None = None  # Learning rate for a batch of 256; by default 5e-4, for ViT-T 1e-3.
     min_lr: NonNegative = 1e-6  # Learning rate at the end.
-    batch_size: Annotated[int, Ge(2)] | None = None  # By default 256 up to 64 px, 1024 above.
+    batch_size: Annotated[int, Ge(2)] | None = None  # Batch size; by default 256 up to 64 px, 1024 above.
     weight_decay: NonNegative = 0.05  # AdamW's weight decay.
     layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Factor of the learning rate from layer to layer.
     drop_path: Share = 0.1  # Stochastic depth.
-    rand_augment: str = "rand-m9-mstd0.5-inc1"  # timm's RandAugment policy.
+    rand_augment: str = "rand-m9-mstd0.5-inc1"  # RandAugment policy in timm's notation.
     erasing: Probability = 0.25  # Probability of random erasing.
     mixup: NonNegative = 0.8  # Alpha of Mixup; 0 is off.
     cutmix: NonNegative = 1.0  # Alpha of CutMix; 0 is off.
     label_smoothing: Share = 0.1  # Label smoothing.
     ema_decay: Share = 0.9999  # Decay of the average of the weights.
     resize: Count | None = None  # Shorter side before the center crop of test images.
-    encoder: Literal["base", "momentum"] | None = None  # By default the one that the checkpoint's project evaluates.
-    device: Device = "auto"  # auto, cpu or cuda.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
     seed: int = 0  # Seed of every random number.
     out: Path | None = None
@@ -150,22 +150,22 @@ class Detect:
     eval_only: bool = False  # Evaluate a detector without training.
     predict: tuple[Path, ...] = ()  # Images, or folders of images, to draw boxes and masks on.
     threshold: Probability = 0.5  # Lowest score that is drawn.
-    pictures: Annotated[int, Ge(0)] = 8  # How many predictions to draw beside the ground truth.
+    pictures: Annotated[int, Ge(0)] = 8  # Number of predictions to draw next to the ground truth.
     model: str = "vit_base_patch16_224"  # The architecture for `scratch`.
-    start: Path | None = None  # A detector to go on from, with WEIGHTS = scratch.
-    train: str = "train2017"  # Another name than train2017 in the same layout.
-    val: str = "val2017"  # Another name than val2017 in the same layout.
-    train_images: str | None = None  # A folder below DATA, in any layout.
-    train_annotations: str | None = None  # A json below DATA, in any layout.
-    val_images: str | None = None  # A folder below DATA, in any layout.
-    val_annotations: str | None = None  # A json below DATA, in any layout.
+    start: Path | None = None  # Detector to start from, with WEIGHTS = scratch.
+    train: str = "train2017"  # Name of the training split in COCO's layout.
+    val: str = "val2017"  # Name of the validation split in COCO's layout.
+    train_images: str | None = None  # Folder of training images below DATA, for other layouts.
+    train_annotations: str | None = None  # JSON file of training annotations below DATA, for other layouts.
+    val_images: str | None = None  # Folder of validation images below DATA, for other layouts.
+    val_annotations: str | None = None  # JSON file of validation annotations below DATA, for other layouts.
     image_size: Annotated[int, Ge(32)] = 1024  # Side of the padded input.
-    patch_size: Literal[4, 8, 16, 32] | None = None  # By default the encoder's own; otherwise resampled.
+    patch_size: Literal[4, 8, 16, 32] | None = None  # Patch size to resample to; by default the encoder's own.
     window: Annotated[int, Ge(0)] = 16  # Attention window in tokens; 0 is attention over the whole image.
     global_blocks: Annotated[int, Ge(0)] = 4  # Blocks at even depths with attention over the whole image.
     channels: Count = 256  # Channels of the pyramid and the heads.
     head_dim: Count = 1024  # Width of the box head.
-    smallest_anchor: Count = 32  # Side of the anchors at stride 4; doubled at each next level.
+    smallest_anchor: Count = 32  # Side of the anchors at stride 4, doubled at each level.
     epochs: Above0 = 100.0  # Passes over the training images.
     batch_size: Count = 64  # Images per optimizer step, over all processes.
     accumulate: Count = 1  # Micro-batches per optimizer step.
@@ -179,9 +179,9 @@ class Detect:
     flip: bool = True  # Flip half of the images.
     rois_per_image: Annotated[int, Ge(4)] = 512  # Region proposals per image in training.
     recompute: bool = False  # Activation checkpointing: less memory, about a third more time.
-    evaluate_every: NonNegative = 10.0  # Epochs between evaluations; 0: at the end only.
-    encoder: Literal["base", "momentum"] | None = None  # By default the one that the checkpoint's project evaluates.
-    device: Device = "auto"  # auto, cpu or cuda.
+    evaluate_every: NonNegative = 10.0  # Epochs between evaluations; 0 evaluates at the end only.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
     seed: int = 0  # Seed of every random number.
 
@@ -190,20 +190,20 @@ class Detect:
 class Embed:
     """Write the feature vector of every image."""
 
-    weights: Weights  # A run's folder, an encoder.safetensors, another project's checkpoint, or timm:NAME.
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
     data: str  # Images, labeled or not.
     out: Path  # A .parquet (path, label, vector), or a .npy of vectors with paths and labels in a .csv beside it.
-    split: Literal["train", "test"] = "train"  # Which part of DATA, where it has parts.
+    split: Literal["train", "test"] = "train"  # Split of DATA.
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
     resize: Count | None = None  # Shorter side before the center crop.
-    encoder: Literal["base", "momentum"] | None = None  # By default the one that the checkpoint's project evaluates.
-    device: Device = "auto"  # auto, cpu or cuda.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 0  # Processes that load images.
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Print the results of runs side by side, with the paper's where the training is the paper's."""
+    """Print the results of runs side by side, with the paper's results for the same training."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]  # Run folders.
 
@@ -216,14 +216,14 @@ class Shards:
     """Write data as tar shards with an index, for data that is large or remote."""
 
     data: Data  # A name, a folder of images, parquet, or other shards.
-    out: Path  # The folder to write to; empty, or with the shards of the same call that was interrupted.
-    split: Split = None  # One split only; by default all.
+    out: Path  # Folder to write to: empty, or with the shards of the same interrupted call.
+    split: Split = None  # Split to write; by default all.
     shard_size: str | None = None  # Approximate size of a shard; by default 256MB.
-    per_shard: Count | None = None  # Images per shard, instead.
-    workers: Count = 4  # Shards that are written at a time.
+    per_shard: Count | None = None  # Images per shard, instead of a size.
+    workers: Count = 4  # Shards written in parallel.
     quality: Annotated[int, Interval(ge=1, le=100)] | None = None
-    """Write JPEG of this quality; by default files keep their bytes, and generated images become PNG."""
-    shuffle: bool = True  # Write in a random order, which training from shards needs.
+    """Quality of JPEG to write; by default files keep their bytes, and generated images become PNG."""
+    shuffle: bool = True  # Write in random order, as training from shards needs.
 
 
 @dataclass(frozen=True)
@@ -231,25 +231,25 @@ class Import:
     """Import another project's encoder; afterwards every command works on OUT as on a run."""
 
     checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT")]
-    """Of the authors' PatchMix, MoCo v3, DINO, iBOT, MAE, timm or torchvision."""
+    """Checkpoint of the authors' PatchMix, MoCo v3, DINO, iBOT, MAE, timm or torchvision."""
     out: Path  # A folder for encoder.safetensors.
     format: str | None = None
-    """patchmix-authors, mocov3, dino, ibot, mae, timm or torchvision; by default found by its keys."""
-    encoder: Literal["base", "momentum"] | None = None  # By default the one that the checkpoint's project evaluates.
-    heads: Count | None = None  # Attention heads, which the tensors do not show; needed for unusual widths.
-    image_size: Count | None = None  # By default found from the position embedding; interpolated if another.
-    overwrite: bool = False  # Replace what OUT holds.
+    """Format: patchmix-authors, mocov3, dino, ibot, mae, timm or torchvision; by default recognized by its keys."""
+    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    heads: Count | None = None  # Number of attention heads, which tensors don't show; needed for unusual widths.
+    image_size: Count | None = None  # Image size; by default that of the position embedding.
+    overwrite: bool = False  # Replace the content of OUT.
 
 
 @dataclass(frozen=True)
 class Export:
     """Write an encoder for another program, and print the lines that open it there."""
 
-    weights: Weights  # A run's folder, an encoder.safetensors, another project's checkpoint, or timm:NAME.
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
     out: Path  # A file, or a folder for huggingface.
-    format: Literal["timm", "torchvision", "huggingface", "onnx"] = "timm"  # What to write.
-    encoder: Literal["base", "momentum"] | None = None  # By default the one that the checkpoint's project evaluates.
-    overwrite: bool = False  # Replace what is there.
+    format: Literal["timm", "torchvision", "huggingface", "onnx"] = "timm"  # Format to write.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    overwrite: bool = False  # Replace an existing file.
 
 
 # ------------------------------------------------------------------------------------------------ figures and report
@@ -259,13 +259,13 @@ class Export:
 class ShowMix:
     """Draw originals and their mixes, every patch framed in the color of its original."""
 
-    data: Data  # As for pretrain.
+    data: Data  # Images, as for pretrain.
     out: Path = Path("mix.png")  # A .png, .svg or .pdf; the target matrices go beside it, as NAME-targets.
-    mix: str = "patchmix"  # patchmix, mixup, cutmix, cutmix+mixup, resizemix or regionswap.
+    mix: str = "patchmix"  # Mix: patchmix, mixup, cutmix, cutmix+mixup, resizemix or regionswap.
     num_mix: Count = 3  # Images per mix, M.
     patch_size: Count = 8  # Side of a patch in pixels of the picture.
     size: Count = 64  # Side of the center crop that is drawn.
-    images: Count = 6  # How many images of DATA.
+    images: Count = 6  # Number of images of DATA.
     seed: int = 0  # Seed of the mix.
 
 
@@ -275,13 +275,13 @@ class ShowCurves:
 
     runs: Runs  # Run folders.
     out: Path = Path("curves.png")  # A .png, .svg or .pdf.
-    axis: Literal["epochs", "images", "hours", "flops"] = "epochs"  # What the horizontal axis counts.
-    smoothing: Probability = 0.0  # From 0 to 1.
+    axis: Literal["epochs", "images", "hours", "flops"] = "epochs"  # Unit of the horizontal axis.
+    smoothing: Probability = 0.0  # Smoothing from 0 to 1.
 
 
 @dataclass(frozen=True)
 class ShowSimilarity:
-    """Draw how similar some images are to one or several encoders (the paper's similarity figure)."""
+    """Draw how similar one or several encoders find some images (the paper's similarity figure)."""
 
     runs: Runs  # Run folders, encoder files or timm:NAME.
     data: str  # The images to compare.
@@ -289,10 +289,10 @@ class ShowSimilarity:
     query: tuple[str, ...] = ()  # Paths or positions of query images; by default some of different classes.
     key: tuple[int, ...] = ()
     """Positions of images to compare with; by default one of the same class, two of a related one, and others."""
-    related: int | None = None  # The class that counts as related; by default the nearest.
-    queries: Count = 3  # How many, where none are named.
-    images: Count = 1000  # Read at most this many of DATA.
-    device: Device = "auto"  # auto, cpu or cuda.
+    related: int | None = None  # Related class; by default the nearest.
+    queries: Count = 3  # Number of queries, if none are given.
+    images: Count = 1000  # Number of images of DATA to read at most.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
 
 
 @dataclass(frozen=True)
@@ -303,11 +303,11 @@ class ShowAttention:
     data: str | None = None  # The images.
     image: tuple[Path, ...] = ()  # Image files instead of DATA.
     out: Path = Path("attention.png")  # A .png, .svg or .pdf.
-    block: int = -1  # 0 is the first, -1 the last.
-    images: Count = 3  # How many images of DATA.
-    position: tuple[int, ...] = ()  # Which images of DATA instead.
+    block: int = -1  # Block of the encoder; 0 is the first, -1 the last.
+    images: Count = 3  # Number of images of DATA.
+    position: tuple[int, ...] = ()  # Positions of images in DATA.
     size: Count | None = None  # Side of the input in pixels; a larger one gives finer maps.
-    device: Device = "cpu"  # cpu or cuda.
+    device: Device = "cpu"  # Device: cpu or cuda.
 
 
 @dataclass(frozen=True)
@@ -318,10 +318,10 @@ class ShowNeighbors:
     data: str  # The images to search.
     out: Path = Path("neighbors.png")  # A .png, .svg or .pdf.
     query: tuple[str, ...] = ()  # Paths or positions of query images; by default some of different classes.
-    queries: Count = 5  # How many, where none are named.
+    queries: Count = 5  # Number of queries, if none are given.
     k: Count = 8  # Neighbors of each query.
-    images: Count = 2000  # Read at most this many of DATA.
-    device: Device = "auto"  # auto, cpu or cuda.
+    images: Count = 2000  # Number of images of DATA to read at most.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
 
 
 @dataclass(frozen=True)
@@ -331,8 +331,8 @@ class ShowMap:
     runs: Runs  # Run folders, encoder files or timm:NAME.
     data: str  # The images.
     out: Path = Path("map.png")  # A .png, .svg or .pdf.
-    images: Count = 300  # At most this many.
-    device: Device = "auto"  # auto, cpu or cuda.
+    images: Count = 300  # Number of images at most.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
 
 
 @dataclass(frozen=True)
@@ -342,8 +342,8 @@ class Report:
     runs: Runs  # Run folders; for comparison also encoder files and timm:NAME.
     out: Path | None = None  # The file; by default report.html in the first run's folder.
     data: str | None = None  # The images of the explorer; by default the first run's.
-    images: Annotated[int, Ge(0)] = 2000  # At most this many in the explorer; 0 leaves pictures out.
-    device: Device = "auto"  # auto, cpu or cuda.
+    images: Annotated[int, Ge(0)] = 2000  # Number of images in the explorer at most; 0 leaves pictures out.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 0  # Processes that load images.
 
 
@@ -359,29 +359,29 @@ class Recipes:
 class Flops:
     """Print parameters and FLOPs of one training iteration, beside the paper's."""
 
-    method: str | None = None  # As for pretrain; by default all.
-    model: str | None = None  # vit_{tiny,small,base}_patchP_S; by default the paper's for CIFAR.
+    method: str | None = None  # Method, as for pretrain; by default all.
+    model: str | None = None  # Model: vit_{tiny,small,base}_patchP_S; by default the paper's for CIFAR.
     batch: Count = 2  # Images in the iteration; the paper's table has 2.
-    image_size: Count | None = None  # Other than the model's.
+    image_size: Count | None = None  # Image size, if not the model's.
     local_crops: Annotated[int, Ge(0)] | None = None  # Small crops for multi-crop.
     local_size: Count | None = None  # Side of the small crops.
-    count: bool = False  # Add what torch counts, on tensors without values: seconds per row.
+    count: bool = False  # Add torch's own count, which takes seconds per row.
 
 
 @dataclass(frozen=True)
 class Bench(Generic[Options]):
-    """Measure how fast a model trains here: images per second, share of the machine's best, phases, memory."""
+    """Measure training speed: images per second, share of the machine's best, phases, memory."""
 
-    recipe: str = "paper"  # paper, official or demo.
-    config: Path | None = None  # A config.yaml, or a run whose configuration to use, instead of a recipe.
-    steps: Count = 5  # Steps to measure, after one to warm up.
-    as_json: Json = False  # JSON instead of a table.
+    recipe: str = "paper"  # Recipe: paper, official or demo.
+    config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
+    steps: Count = 5  # Steps to measure, after one warm-up step.
+    as_json: Json = False  # Print JSON instead of a table.
     run: RunSettings[Options] = field(default_factory=Config)
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Report what is active on this machine, and what would make runs faster."""
+    """Report what is active on this machine and what would make runs faster."""
 
-    runs: Path = Path("runs")  # Where runs are going to be written.
-    as_json: Json = False  # JSON instead of a table.
+    runs: Path = Path("runs")  # Folder for runs.
+    as_json: Json = False  # Print JSON instead of a table.

@@ -15,12 +15,12 @@ MixName = Literal["patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "r
 
 @dataclass(frozen=True)
 class PatchMixOptions:
-    """PatchMix; docs/fidelity.md compares the paper with the authors' code, option by option."""
+    """PatchMix, with the paper's defaults; docs/fidelity.md lists where the authors' code differs."""
 
     mix: MixName = "patchmix"  # How images are mixed.
     num_mix: int | tuple[int, ...] = 3  # M, images per mix; each step draws one of several values.
     temperature: Temperature = 0.2  # Temperature τ.
-    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # Of origin-to-origin, mix-to-origin and mix-to-mix.
+    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # Weights of origin-to-origin, mix-to-origin and mix-to-mix.
     normalize_mix_to_mix: bool = False  # Scale the rows of ω to sum to 1; in the paper they sum to M.
     mix_across: bool = False  # Mix over the batch of all processes, not per process.
     label_smoothing: Fraction = 0.0  # Label smoothing of origin-to-origin.
@@ -35,7 +35,7 @@ class PatchMixOptions:
 
 @dataclass(frozen=True)
 class MoCoV3Options:
-    """MoCo v3: the paper's for ViT (Section 3 and Section 4.2, "Stability")."""
+    """MoCo v3, with the paper's defaults for ViT (Sections 3 and 4.2)."""
 
     temperature: Temperature = 0.2  # Temperature τ.
     momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.
@@ -46,7 +46,7 @@ class MoCoV3Options:
 
 @dataclass(frozen=True)
 class SimCLROptions:
-    """SimCLR: the paper's for ImageNet; for CIFAR-10 it takes τ = 0.5 (appendix B.9)."""
+    """SimCLR, with the paper's defaults for ImageNet; for CIFAR-10 it uses τ = 0.5 (appendix B.9)."""
 
     temperature: Temperature = 0.1  # Temperature τ.
     head_layers: Count = 2  # Layers of the projection head.
@@ -56,7 +56,7 @@ class SimCLROptions:
 
 @dataclass(frozen=True)
 class BYOLOptions:
-    """BYOL: the paper's for 1000 epochs (Section 3.3)."""
+    """BYOL, with the paper's defaults for 1000 epochs (Section 3.3)."""
 
     momentum: Fraction = 0.996  # Momentum τ_base at the start; it rises to 1 by a cosine.
     head_hidden: Count = 4096  # Width of the heads' hidden layers.
@@ -65,7 +65,7 @@ class BYOLOptions:
 
 @dataclass(frozen=True)
 class SwAVOptions:
-    """SwAV: the paper's (Section 4 and appendix A); epochs are fractions of the training here."""
+    """SwAV, with the paper's defaults (Section 4 and appendix A); epochs became fractions of the training."""
 
     prototypes: Count = 3000  # Number of prototypes.
     temperature: Temperature = 0.1  # Temperature τ.
@@ -80,10 +80,10 @@ class SwAVOptions:
 
 @dataclass(frozen=True)
 class DINOOptions:
-    """DINO: the paper's for ViT (Section 3.2); epochs are fractions of the training here."""
+    """DINO, with the paper's defaults for ViT (Section 3.2); epochs became fractions of the training."""
 
     student_temperature: Temperature = 0.1  # Temperature of the student, τ_s.
-    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # τ_t at the start and after its warm-up.
+    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t: start, end of warm-up.
     teacher_warmup: Fraction = 0.1  # Fraction of the training in which τ_t rises.
     center_momentum: Fraction = 0.9  # Momentum of the center, m in Eq. 4.
     momentum: Fraction = 0.996  # Momentum λ at the start; it rises to 1 by a cosine.
@@ -96,14 +96,17 @@ class DINOOptions:
 
 @dataclass(frozen=True)
 class IBOTOptions:
-    """iBOT: the paper's for ViT (Section 4 and appendix B); epochs are fractions of the training here."""
+    """iBOT, with the paper's defaults for ViT (Section 4 and appendix B); epochs became fractions of the training."""
 
-    weights: tuple[float, float] = (1.0, 1.0)  # Of L_CLS and L_MIM.
+    weights: tuple[float, float] = (1.0, 1.0)  # Weights of L_CLS and L_MIM.
     mask_probability: Fraction = 0.5  # Probability that a view is masked.
     mask_ratio: tuple[Fraction, Fraction] = (0.1, 0.5)  # Range of the fraction of masked patches.
     student_temperature: Temperature = 0.1  # Temperature of the student, τ_s.
-    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # τ_t of class tokens: start, end of warm-up.
-    teacher_patch_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # τ_t of patch tokens.
+    teacher_temperature: tuple[Temperature, Temperature] = (
+        0.04,
+        0.07,
+    )  # Teacher τ_t of class tokens: start, end of warm-up.
+    teacher_patch_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t of patch tokens.
     teacher_warmup: Fraction = 0.1  # Fraction of the training in which both τ_t rise.
     center_momentum: Fraction = 0.9  # Momentum of the center of class tokens, m.
     center_patch_momentum: Fraction = 0.9  # Momentum of the center of patch tokens, m′.
@@ -117,10 +120,10 @@ class IBOTOptions:
 
 @dataclass(frozen=True)
 class SDMPOptions:
-    """SDMP: the authors' for ViT."""
+    """SDMP, with the authors' defaults for ViT."""
 
     mix: Literal["resizemix", "cutmix", "mixup", "all"] = "resizemix"  # The mix; "all" draws one of the three per step.
-    weights: tuple[float, float, float] = (1.0, 0.5, 0.5)  # Of source-to-source, mix-to-source and mix-to-mix.
+    weights: tuple[float, float, float] = (1.0, 0.5, 0.5)  # Weights of source-to-source, mix-to-source and mix-to-mix.
     temperature: Temperature = 0.2  # Temperature τ.
     momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.
     frozen_patch_embed: bool = True  # Keep the random patch projection fixed, as in MoCo v3.
@@ -130,10 +133,10 @@ class SDMPOptions:
 
 @dataclass(frozen=True)
 class RegionCLOptions:
-    """RegionCL: regions and weights as in the paper; the rest is MoCo v3's (the paper has a ResNet)."""
+    """RegionCL: regions and weights as in the paper, which uses a ResNet; the rest is MoCo v3's."""
 
     region_sides: tuple[float, float] = (1 / 7, 3 / 7)  # Range of the region's side, as a fraction of the image's.
-    weights: tuple[float, float] = (1.0, 1.0)  # Of the instance level and the region level.
+    weights: tuple[float, float] = (1.0, 1.0)  # Weights of the instance level and the region level.
     temperature: Temperature = 0.2  # Temperature τ.
     momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.
     head_hidden: Count = 4096  # Width of the heads' hidden layers.
