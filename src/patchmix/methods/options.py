@@ -105,7 +105,7 @@ class IBOTOptions:
     teacher_temperature: tuple[Temperature, Temperature] = (
         0.04,
         0.07,
-    )  # Teacher τ_t of class tokens: start, end of warm-up.
+    )  # Teacher τ_t of class tokens: start, end.
     teacher_patch_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t of patch tokens.
     teacher_warmup: Fraction = 0.1  # Fraction of the training in which both τ_t rise.
     center_momentum: Fraction = 0.9  # Momentum of the center of class tokens, m.
