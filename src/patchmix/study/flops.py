@@ -274,7 +274,7 @@ def flops_table(settings: Flops) -> list[FlopsRow]:
             if settings.local_crops is not None:
                 number, size = settings.local_crops, 96
             size = settings.local_size or size
-            crops = {"batch": batch, "local_crops": number, "local_size": size}
+            crops: dict[str, Any] = {"batch": batch, "local_crops": number, "local_size": size}
             linear = method_flops(method, sizes, **crops, patch_heads=not as_paper)
             full = method_flops(method, sizes, **crops, attention=True, class_token=True)
             same_crops = (number, size) == PAPER_CROPS.get(method, (number, size))
