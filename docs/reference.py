@@ -168,10 +168,15 @@ def default(value: Any) -> str:
 
 
 def help_texts(cls: type[Any]) -> dict[str, str]:
-    """The comment behind each field, or the string below it."""
+    """The comment behind each field, or the string below it; those of a base class come first."""
+    texts = {
+        name: text
+        for base in cls.__bases__
+        if dataclasses.is_dataclass(base)
+        for name, text in help_texts(base).items()
+    }
     source = textwrap.dedent(inspect.getsource(cls))
     lines, body = source.splitlines(), typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
-    texts = {}
     for i, node in enumerate(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             after = body[i + 1] if i + 1 < len(body) else None

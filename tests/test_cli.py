@@ -81,7 +81,7 @@ def test_pretrain_leaves_a_complete_run_and_its_config_runs_again(tmp_path: Path
         assert (out / name).exists(), name
     assert list(out.glob("events*"))
 
-    encoder = patchmix.Run(out).backbone()
+    encoder = patchmix.Run(out).encoder()
     plain = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_classes=0)
     plain.load_state_dict(load_file(out / "encoder.safetensors"))
     images = torch.randn(2, 3, 32, 32)

@@ -59,7 +59,7 @@ class Run:
         """The trained encoder with all that its users must know; `.embed(images)` gives features."""
         return load_backbone(self.path, encoder=None if encoder == "base" else encoder)
 
-    def backbone(self) -> VisionTransformer:
+    def encoder(self) -> VisionTransformer:
         """The trained encoder as a plain timm model, in evaluation mode."""
         return self.load().encoder()
 

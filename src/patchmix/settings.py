@@ -70,49 +70,47 @@ class Demo:
 
 
 @dataclass(frozen=True)
-class Knn:
-    """Evaluate an encoder by weighted k-nearest neighbors."""
+class Evaluation:
+    """What all evaluations on labeled images take."""
 
     weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
     data: str  # Labeled images: a name, class folders, parquet, or shards.
-    k: tuple[Count, ...] = ()
-    """Numbers of neighbors; by default 10, 20, 100 and 200 as far as the data allows. The headline is 20."""
-    pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
     resize: Count | None = None  # Shorter side before the center crop; 36 for CIFAR in the authors' code.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
     device: Device = "auto"  # Device: auto, cpu or cuda.
-    workers: Workers = 0  # Processes that load images.
-    cache: bool = True  # Keep features on disk and reuse them.
-    out: Path | None = None  # Folder of results.jsonl; by default the run's folder.
+    workers: Workers = 2  # Processes that load images.
+    out: Path | None = None  # Folder of results.jsonl and what is trained; by default the run's. The same call resumes.
 
 
 @dataclass(frozen=True)
-class Linear:
+class Knn(Evaluation):
+    """Evaluate an encoder by weighted k-nearest neighbors."""
+
+    k: tuple[Count, ...] = ()
+    """Numbers of neighbors; by default 10, 20, 100 and 200 as far as the data allows. The headline is 20."""
+    pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
+    workers: Workers = 0  # Processes that load images.
+    cache: bool = True  # Keep features on disk and reuse them.
+
+
+@dataclass(frozen=True)
+class Linear(Evaluation):
     """Evaluate an encoder by a linear classifier on its frozen features."""
 
-    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
-    data: str  # Labeled images: a name, class folders, parquet, or shards.
     protocol: Literal["paper", "fast"] = "paper"
     """The paper's protocol with augmentation, or a fast sweep of classifiers on stored features."""
     epochs: Above0 | None = None  # Epochs; by default 100 for paper, and as many as the data needs for fast.
     lr: Above0 | None = None  # Learning rate of the paper's protocol; by default 0.05.
     batch_size: Count | None = None  # Batch size of the paper's protocol; by default 256 up to 64 px, 1024 above.
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
-    resize: Count | None = None  # Shorter side before the center crop of test images.
-    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
-    workers: Workers = 2  # Processes that load images.
     seed: int = 0  # Seed of every random number.
     cache: bool = True  # Keep features on disk and reuse them.
-    out: Path | None = None  # Folder of results.jsonl and checkpoints; by default the run's. The same call resumes.
 
 
 @dataclass(frozen=True)
-class Finetune:
+class Finetune(Evaluation):
     """Evaluate an encoder by fine-tuning it with labels. The defaults are the authors'."""
 
-    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
-    data: str  # Labeled images: a name, class folders, parquet, or shards.
     epochs: Above0 = 100.0  # Passes over the training images.
     warmup_epochs: NonNegative = 10.0  # Epochs of warm-up; at most a tenth of all.
     base_lr: Above0 | None = None  # Learning rate for a batch of 256; by default 5e-4, for ViT-T 1e-3.
@@ -127,13 +125,7 @@ class Finetune:
     cutmix: NonNegative = 1.0  # Alpha of CutMix; 0 is off.
     label_smoothing: Share = 0.1  # Label smoothing.
     ema_decay: Share = 0.9999  # Decay of the average of the weights.
-    resize: Count | None = None  # Shorter side before the center crop of test images.
-    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
-    workers: Workers = 2  # Processes that load images.
     seed: int = 0  # Seed of every random number.
-    out: Path | None = None
-    """Folder of results.jsonl, checkpoints and models; by default the run's. The same call resumes."""
 
 
 @dataclass(frozen=True)

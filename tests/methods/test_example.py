@@ -23,7 +23,7 @@ def test_the_example_of_a_new_method_runs_and_is_short(tmp_path: Path, monkeypat
         spec.loader.exec_module(module)
         small = {"dim": 24, "depth": 1, "heads": 2, "monitor_bank": 50, "monitor_queries": 50, "batch_size": 512}
         run = module.main(str(tmp_path / "run"), epochs=0.1, workers=0, head_hidden=32, **small)
-        assert run.backbone()(torch.zeros(1, 3, 32, 32)).shape == (1, 24)
+        assert run.encoder()(torch.zeros(1, 3, 32, 32)).shape == (1, 24)
     finally:
         METHODS.pop("simsiam", None)
         METHOD_OPTIONS.pop("simsiam", None)
