@@ -65,9 +65,7 @@ class FolderSource:
         self.name = name
         self.root = root
         self.classes = classes
-        self.labels: Labels | None = None
-        if classes is not None:
-            self.labels = _label(paths, classes, root)
+        self.labels = None if classes is None else _label(paths, classes, root)
         self._paths = PathList(paths)
         self._fingerprint: str | None = None
 
@@ -111,37 +109,31 @@ def list_images(root: Path) -> list[bytes]:
     """
     found: list[bytes] = []
     entered: set[tuple[int, int]] = set()
+    pending: list[bytes] = [b""]
     links: list[bytes] = []
     top = os.fsencode(root)
-
-    def walk(start: bytes) -> None:
-        pending = [start]
-        while pending:
-            relative = pending.pop()
-            folder = os.path.join(top, relative) if relative else top  # noqa: PTH118 (Path has no bytes)
-            status = os.stat(folder)  # noqa: PTH116
-            identity = (status.st_dev, status.st_ino)
-            if identity in entered:
-                continue
-            entered.add(identity)
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.name.startswith(b"."):
-                        continue
-                    path = relative + b"/" + entry.name if relative else entry.name
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(path)
-                    elif entry.name.lower().endswith(_SUFFIXES) and entry.is_file():
-                        found.append(path)
-                    elif entry.is_symlink() and _is_folder(entry):
-                        links.append(path)
-
-    walk(b"")
-    while links:
-        links.sort()
-        walk(links.pop(0))
-    found.sort()
-    return found
+    while pending or links:
+        if not pending:
+            links.sort()
+            pending.append(links.pop(0))
+        relative = pending.pop()
+        folder = os.path.join(top, relative) if relative else top  # noqa: PTH118 (Path has no bytes)
+        status = os.stat(folder)  # noqa: PTH116
+        if (status.st_dev, status.st_ino) in entered:
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                path = relative + b"/" + entry.name if relative else entry.name
+                if entry.name.startswith(b"."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(path)
+                elif entry.name.lower().endswith(_SUFFIXES) and entry.is_file():
+                    found.append(path)
+                elif entry.is_symlink() and _is_folder(entry):
+                    links.append(path)
+    return sorted(found)
 
 
 def class_names(root: Path) -> tuple[str, ...] | None:

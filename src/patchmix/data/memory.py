@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,16 +45,6 @@ class InMemorySource:
         self._starts = _starts(shapes)
         self._key = key
         self._fingerprint = fingerprint
-        self._array: Pixels = pixels.numpy()
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        del state["_array"]  # a second copy otherwise; the tensor travels as a handle of shared memory
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._array = self._pixels.numpy()
 
     def __len__(self) -> int:
         return len(self._shapes)
@@ -65,7 +54,8 @@ class InMemorySource:
             raise DecodeError(self.key(index), self.bad[index])
         height, width = self._shapes[index].tolist()
         start = int(self._starts[index])
-        return self._array[start : start + height * width * 3].reshape(height, width, 3)
+        pixels: Pixels = self._pixels.numpy()  # made here: in a pickle, an array would be a second copy
+        return pixels[start : start + height * width * 3].reshape(height, width, 3)
 
     def key(self, index: int) -> str:
         return self._key(index)
@@ -158,10 +148,9 @@ def check_decodable(source: Source, *, sample: int = 1000, limit: float = 0.01) 
         tried = len(source)
         bad = [f"{source.key(index)}: {reason}" for index, reason in source.bad.items()]
     else:
-        chosen = some_positions(source, sample)
-        tried = len(chosen)
-        reasons = _decoding_threads().map(lambda index: _why_bad(source, index), chosen.tolist())
-        bad = [reason for reason in reasons if reason is not None]
+        positions = some_positions(source, sample).tolist()
+        tried = len(positions)
+        bad = [reason for reason in _decoding_threads().map(partial(_why_bad, source), positions) if reason]
     if len(bad) > limit * tried:
         raise ValueError(
             f"{len(bad)} of {tried} images of {source.name} ({len(bad) / tried:.1%}) cannot be decoded, more than "

@@ -28,27 +28,18 @@ class ParquetSource:
     def __init__(self, files: Sequence[Path], *, name: str) -> None:
         self.name = name
         self._files = tuple(files)
-        schema, starts, counts, owners = None, [], [], []
-        total = group_bytes = 0
-        for number, file in enumerate(self._files):
-            parquet = _open(file)
-            schema = schema or parquet.schema_arrow
-            for group in range(parquet.num_row_groups):
-                owners.append((number, group))
-                starts.append(total)
-                counts.append(parquet.metadata.row_group(group).num_rows)
-                total += counts[-1]
-                group_bytes += parquet.metadata.row_group(group).total_byte_size
-        if schema is None or total == 0:
+        opened = [_open(file) for file in self._files]
+        self._owners = [(file, group) for file, p in enumerate(opened) for group in range(p.num_row_groups)]
+        groups = [opened[file].metadata.row_group(group) for file, group in self._owners]
+        if not any(group.num_rows for group in groups):
             raise ValueError(f"no rows in {', '.join(str(file) for file in self._files)!r}; give another file")
-        self._length = total
-        self._starts = np.array(starts, np.int64)
+        self._length: int = sum(group.num_rows for group in groups)
+        self._starts = np.cumsum([0, *(group.num_rows for group in groups[:-1])])
+        self._file_starts = np.cumsum([0, *(p.metadata.num_rows for p in opened[:-1])])
         # Half of what is kept: while windows change, two of them are in use.
-        window = _CACHED_BYTES * len(starts) // (2 * max(1, group_bytes))
+        window = _CACHED_BYTES * len(groups) // (2 * max(1, sum(group.total_byte_size for group in groups)))
         self.groups = Groups(self._starts, max(1, min(_MOST_GROUPS, window)))
-        self._owners = np.array(owners, np.int64).reshape(-1, 2)
-        file_numbers, first_groups = np.unique(self._owners[:, 0], return_index=True)
-        self._file_starts = dict(zip(file_numbers.tolist(), self._starts[first_groups].tolist(), strict=True))
+        schema = opened[0].schema_arrow
         self._image_column = _image_column(schema, self._files[0])
         self._label_column = next((c for c in LABEL_COLUMNS if _is_integer(schema, c)), None)
         self.classes = _class_names(schema, self._label_column)
@@ -62,10 +53,7 @@ class ParquetSource:
         self._groups: OrderedDict[int, Any] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for own in ("_process", "_lock", "_groups"):
-            state.pop(own)
-        return state
+        return {key: value for key, value in vars(self).items() if key not in ("_process", "_lock", "_groups")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -78,7 +66,7 @@ class ParquetSource:
         return decode(self.encoded(index), self.key(index))
 
     def key(self, index: int) -> str:
-        file = int(self._owners[self._group_of(index), 0])
+        file, _ = self._owners[self._group_of(index)]
         return f"{self._files[file].name}#{index - self._file_starts[file]}"
 
     def fingerprint(self) -> str:
@@ -110,7 +98,7 @@ class ParquetSource:
             if group in self._groups:
                 self._groups.move_to_end(group)
                 return self._groups[group]
-            file, number = self._owners[group].tolist()
+            file, number = self._owners[group]
             # Opened anew each time: a handle shared with a forked parent would share its position.
             table = _open(self._files[file]).read_row_group(number, columns=[self._image_column], use_threads=False)
             column = table.column(0).combine_chunks()
@@ -136,9 +124,7 @@ class ParquetSource:
                 )
             parts.append(column.to_numpy().astype(np.int64))
         labels: Labels = np.concatenate(parts)
-        if labels.min() < 0:  # the Hugging Face way to say that a split's labels are withheld
-            return None
-        return labels
+        return labels if labels.min() >= 0 else None  # -1 is Hugging Face's way to withhold a split's labels
 
 
 def _open(file: Path) -> Any:

@@ -10,21 +10,18 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from patchmix.data import shard_files
 from patchmix.data.contract import Groups, Indices, Labels
@@ -39,6 +36,8 @@ _OPEN_FILES = 16  # in each process
 _MOST_SHARDS = 64  # in use at a time
 _WINDOW_BYTES = 8 << 30  # of shards in use at a time; less than the cache of remote ones holds
 _NAMED = 5  # damaged shards that get a line of their own
+_PER_SHARD = ("shard_bytes", "counts")
+_PER_SAMPLE = ("offsets", "sizes", "labels")
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class ShardIndex:
             "classes": self.classes,
             "skipped": self.skipped,
         }
-        arrays: dict[str, npt.NDArray[Any]] = {name: getattr(self, name) for name in ("offsets", "sizes", "labels")}
+        arrays = {name: getattr(self, name) for name in _PER_SAMPLE}
         arrays |= {"name_ends": self.names.ends, "names": self.names.text}
         with writing(path) as file:
             file.write(save(arrays, {"index": json.dumps(described)}))
@@ -72,10 +71,15 @@ class ShardIndex:
     @classmethod
     def load(cls, path: Path) -> "ShardIndex":
         """Raises ValueError where the file is no index, or a damaged one."""
+        return cls.parse(path.read_bytes(), str(path))
+
+    @classmethod
+    def parse(cls, data: bytes, name: str) -> "ShardIndex":
+        """From the bytes of a file with this name; raises as `load` does."""
         try:
-            with safe_open(path, framework="numpy") as file:
-                described = json.loads(file.metadata()["index"])
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            arrays = load(data)
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            described = json.loads(header["__metadata__"]["index"])
             index = cls(
                 shards=tuple(map(str, described["shards"])),
                 shard_bytes=np.array(described["bytes"], np.int64),
@@ -83,32 +87,30 @@ class ShardIndex:
                 names=PathList.packed(arrays["names"], arrays["name_ends"]),
                 classes=None if described["classes"] is None else tuple(map(str, described["classes"])),
                 skipped=tuple(map(str, described["skipped"])),
-                **{name: arrays[name] for name in ("offsets", "sizes", "labels")},
+                **{name: arrays[name] for name in _PER_SAMPLE},
             )
             if described["version"] == _VERSION and index.is_sound():
                 return index
             reason = ""
         except (SafetensorError, KeyError, TypeError, ValueError, OverflowError) as error:
             reason = f" ({' '.join(str(error).split())})"
-        raise ValueError(f"{str(path)!r} is not an index of shards, or a damaged one{reason}; remove it")
+        raise ValueError(f"{name!r} is not an index of shards, or a damaged one{reason}; remove it")
 
     def is_sound(self) -> bool:
         """An index may come from anywhere: every sample must lie inside its shard, every name inside the text."""
         samples, shards = len(self.offsets), len(self.shards)
         ends, text = self.names.ends, self.names.text
-        per_shard, per_sample = (self.shard_bytes, self.counts), (self.offsets, self.sizes, self.labels, ends)
-        if any(array.dtype != np.int64 or array.shape != (shards,) for array in per_shard):
+        sized = [(getattr(self, name), shards) for name in _PER_SHARD]
+        sized += [(array, samples) for array in (self.offsets, self.sizes, self.labels, ends)]
+        if any(array.dtype != np.int64 or array.shape != (length,) for array, length in sized):
             return False
-        if any(array.dtype != np.int64 or array.shape != (samples,) for array in per_sample):
+        if text.dtype != np.uint8 or text.ndim != 1 or (np.diff(ends, prepend=0, append=len(text)) < 0).any():
             return False
         if len(self.skipped) != shards or (self.counts < 0).any() or int(self.counts.sum()) != samples:
             return False
-        if (np.diff(ends, prepend=0) < 0).any() or text.dtype != np.uint8 or text.ndim != 1:
-            return False
         rooms = np.repeat(self.shard_bytes, self.counts)
         return bool(
-            (int(ends[-1]) if samples else 0) == len(text)
-            and ((self.offsets >= BLOCK) & (self.offsets <= rooms) & (rooms < 1 << 60)).all()
+            ((self.offsets >= BLOCK) & (self.offsets <= rooms) & (rooms < 1 << 60)).all()
             and ((self.sizes >= 0) & (self.sizes <= MAX_MEMBER) & (self.offsets + self.sizes <= rooms)).all()
         )
 
@@ -116,28 +118,19 @@ class ShardIndex:
         """The part that is about one shard."""
         stop = int(self.counts[: number + 1].sum())
         shard, samples = slice(number, number + 1), slice(stop - int(self.counts[number]), stop)
-        return ShardIndex(
-            shards=self.shards[shard],
-            shard_bytes=self.shard_bytes[shard],
-            counts=self.counts[shard],
-            offsets=self.offsets[samples],
-            sizes=self.sizes[samples],
-            labels=self.labels[samples],
-            names=self.names.part(samples.start, samples.stop),
-            classes=self.classes,
-            skipped=self.skipped[shard],
-        )
+        parts: dict[str, Any] = {name: getattr(self, name)[shard] for name in ("shards", "skipped", *_PER_SHARD)}
+        parts |= {name: getattr(self, name)[samples] for name in _PER_SAMPLE}
+        return replace(self, names=self.names.part(samples.start, samples.stop), **parts)
 
 
 def join(parts: Sequence[ShardIndex]) -> ShardIndex:
     """One index for all, in the order given."""
-    arrays = ("shard_bytes", "counts", "offsets", "sizes", "labels")
     return ShardIndex(
         shards=tuple(name for part in parts for name in part.shards),
         names=PathList.joined([part.names for part in parts]),
         classes=next((part.classes for part in parts if part.classes is not None), None),
         skipped=tuple(text for part in parts for text in part.skipped),
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in (*_PER_SHARD, *_PER_SAMPLE)},
     )
 
 
@@ -172,13 +165,13 @@ class ShardSource:
         self.release()
 
     def release(self) -> None:
-        """Drop everything that belongs to one process."""
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._files: OrderedDict[int, IO[bytes]] = OrderedDict()
+        """Close the shards; they are opened again when they are needed."""
+        # A file that is dropped is closed when its last reader is done. Forked processes may share them, because
+        # reading at an offset moves no position.
+        self._open = lru_cache(_OPEN_FILES)(_open)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("_process", "_lock", "_files")}
+        return {key: value for key, value in vars(self).items() if key != "_open"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -218,11 +211,10 @@ class ShardSource:
         """Bytes of a shard; a few tries, because network file systems fail now and then."""
         for attempt in range(TRIES):
             try:
-                file = self._file(shard)  # kept alive here: another thread may drop it from the open ones
+                file = self._open(self._shards[shard], int(self._index.shard_bytes[shard]))
                 return os.pread(file.fileno(), size, offset)
             except OSError as error:
-                with self._lock:
-                    self._files.pop(shard, None)
+                self.release()
                 if attempt == TRIES - 1:
                     raise ValueError(
                         f"shard {self._shards[shard]!r} cannot be read ({error.strerror or error}; {TRIES} tries); "
@@ -230,20 +222,6 @@ class ShardSource:
                     ) from error
                 time.sleep(shard_files.PAUSE * 2**attempt)
         raise AssertionError("the last try returns or raises")
-
-    def _file(self, shard: int) -> IO[bytes]:
-        if self._process != os.getpid():  # forked: the parent's lock may be held forever
-            self.release()
-        with self._lock:
-            if shard in self._files:
-                self._files.move_to_end(shard)
-                return self._files[shard]
-        file = _open(self._shards[shard], int(self._index.shard_bytes[shard]))
-        with self._lock:
-            self._files[shard] = file
-            while len(self._files) > _OPEN_FILES:
-                self._files.popitem(last=False)  # closed when its last reader is done
-        return file
 
 
 def open_shards(shards: Sequence[str], *, name: str, progress: bool = True) -> ShardSource:
@@ -284,18 +262,15 @@ def _index_beside(shard: str) -> str:
 def _written_indices(shards: Sequence[str]) -> dict[str, ShardIndex]:
     """The indices that lie beside the shards, by their place."""
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for place in {_index_beside(shard) for shard in shards}:
-            path = Path(place)
-            if is_remote(place):
-                path = Path(folder) / "index.safetensors"
-                path.unlink(missing_ok=True)
-                read_remote(place, path)
-            try:
-                if path.is_file():
-                    found[place] = ShardIndex.load(path)
-            except ValueError as error:
-                _warn(f"{place}: {error}; the shards are scanned instead")
+    for place in {_index_beside(shard) for shard in shards}:
+        try:
+            data = read_remote(place) if is_remote(place) else Path(place).read_bytes()
+            if data is not None:
+                found[place] = ShardIndex.parse(data, place)
+        except OSError:
+            continue
+        except ValueError as error:
+            _warn(f"{error}; the shards are scanned instead")
     return found
 
 
