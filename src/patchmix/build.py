@@ -68,7 +68,7 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
 
 
 def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = None) -> Method:
-    """The method with its encoder, initialised from the seed (the same on every process) or from given weights."""
+    """The method with its encoder, initialized from the seed (the same on every process) or from given weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         encoder = build_encoder(config.model, any_image_size=config.views.local_crops > 0)

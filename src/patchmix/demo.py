@@ -1,4 +1,4 @@
-"""`patchmix demo`: the whole way from generated images to a judged encoder and pictures, in minutes, offline."""
+"""`patchmix demo`: the whole way from generated images to an evaluated encoder and figures, in minutes, offline."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def check_alone(what: str) -> None:
     """A ValueError where torchrun started several processes for `what`, which only one may do."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1:
-        raise ValueError(f"{what} is the work of one process, but {started} were started; start it without torchrun")
+        raise ValueError(f"{what} runs in one process, but {started} were started; start it without torchrun")
 
 
 class PeerLost(RuntimeError):
@@ -70,8 +70,8 @@ def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES
         late = ("timed out" in text or "timeout" in text) and "refused" not in text
         reason = f"no answer within {timeout_minutes:g} min" if late else "it ended, or the network failed"
         raise PeerLost(
-            f"process {me} of {world} lost another one ({reason}); the last checkpoint is whole, continue with "
-            "--resume auto (runtime.timeout_minutes sets how long to wait)"
+            f"process {me} of {world} lost another one ({reason}); the last checkpoint is complete; continue with "
+            "--resume auto (--timeout-minutes sets how long to wait)"
         ) from error
     finally:
         if dist.is_initialized() and (backend == "gloo" or sys.exc_info()[0] is None):

@@ -90,7 +90,7 @@ def official(model: str = "vit_small_patch16_224", epochs: float | None = None) 
 
 
 def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Config:
-    """A small ViT on generated images, a few minutes on two CPU cores: see it work before you believe it.
+    """A small ViT on generated images, a few minutes on two CPU cores.
 
     patchmix demo
     """

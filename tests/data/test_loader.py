@@ -294,7 +294,7 @@ class TestMistakes:
             ({"batch_size": 10, "world_size": 4}, r"batch size 10 must be a multiple of 4 .*--batch-size 8"),
             ({"batch_size": 10, "accumulate": 3}, r"multiple of 3 .*--batch-size 9"),
             ({"batch_size": 0}, "batch size 0"),
-            ({"batch_size": 64}, r"numbers has 50 images, fewer than the batch size 64; take --batch-size 50"),
+            ({"batch_size": 64}, r"numbers has 50 images, fewer than the batch size 64; use --batch-size 50"),
             ({"rank": 2, "world_size": 2}, r"rank 2 must be in 0…1"),
             ({"accumulate": 0}, "accumulate 0"),
             ({"workers": -1}, "workers -1 must be 0 or more"),

@@ -136,7 +136,7 @@ def test_another_job_or_a_used_folder_is_refused(folder: Path, tmp_path: Path) -
     write_shards(Shards(folder, out, split="train", per_shard=5), progress=False)
     write_shards(Shards(folder, out, split="train", per_shard=5), progress=False)  # the same again is fine
     write_shards(Shards(folder, out, split="test", per_shard=5), progress=False)  # so is the other split
-    with pytest.raises(ValueError, match=r"holds 'train-000000\.tar', which is not of this job"):
+    with pytest.raises(ValueError, match=r"holds 'train-000000\.tar', which belongs to another job"):
         write_shards(Shards(folder, out, split="train", per_shard=6), progress=False)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "thesis.txt").write_text("mine")

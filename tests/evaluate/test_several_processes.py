@@ -193,7 +193,7 @@ def test_what_one_process_does_is_refused_to_two(
         main(words)
     assert stop.value.code == 2
     line = capsys.readouterr().err
-    assert line.count("\n") == 1 and "is the work of one process, but 2 were started; start it without torchrun" in line
+    assert line.count("\n") == 1 and "runs in one process, but 2 were started; start it without torchrun" in line
     assert not list(tmp_path.iterdir())
 
 

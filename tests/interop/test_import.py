@@ -129,7 +129,7 @@ def test_encoder_that_is_not_there(make_foreign, file: Path) -> None:
     state = {name: tensor for name, tensor in state.items() if not name.startswith("momentum")}  # their ViT-T has none
     torch.save(checkpoint | {"state_dict": state}, file)
     import_checkpoint(file)
-    with pytest.raises(ValueError, match="no momentum encoder: it holds only the base encoder; ask for encoder 'base'"):
+    with pytest.raises(ValueError, match="no momentum encoder: it holds only the base encoder; use encoder 'base'"):
         import_checkpoint(file, encoder="momentum")
     torch.save(make_foreign("timm").checkpoint, file)
     with pytest.raises(ValueError, match="it holds a single encoder; leave encoder out"):
@@ -182,7 +182,7 @@ def test_positions_without_the_class_token_compute_the_same(make_foreign, file: 
     imported = import_checkpoint(file)
     assert torch.equal(imported.backbone.weights["pos_embed"], state["pos_embed"])
     torch.save(state | {"pos_embed": torch.ones(1, 7, 384)}, file)
-    with pytest.raises(ValueError, match="pos_embed has 7 entries, which is no square grid"):
+    with pytest.raises(ValueError, match="pos_embed has 7 entries, which is not a square grid"):
         import_checkpoint(file)
 
 

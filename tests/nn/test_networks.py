@@ -64,7 +64,7 @@ def test_any_image_size_interpolates_positions_and_is_exact_at_the_native_size()
         ("vit_smal_patch16_224", {}, "did you mean vit_small_patch16_224"),
         ("resnet18", {}, "is a ResNet; PatchMix needs a ViT"),
         ("vit_tiny_patch3_32", {}, "image size 32 is not a multiple of patch size 3"),
-        ("vit_tiny_patch8_32", {"dim": 64}, "dim 64 is not a multiple of its 3 heads; set model.heads too"),
+        ("vit_tiny_patch8_32", {"dim": 64}, "dim 64 is not a multiple of its 3 heads; set --heads too"),
         ("vit_tiny_patch8_32", {"dim": 64, "heads": 5}, "dim 64 is not a multiple of 5 heads"),
         ("vit_tiny_patch8_32", {"depth": 0}, "depth is 0"),
     ],

@@ -85,21 +85,21 @@ class Loader:
         timeout_minutes: float = _TIMEOUT_MINUTES,
     ) -> None:
         if accumulate < 1:
-            raise ValueError(f"accumulate {accumulate} must be at least 1; take --accumulate 1 for plain steps")
+            raise ValueError(f"accumulate {accumulate} must be at least 1; use --accumulate 1 for plain steps")
         if workers < 0:
-            raise ValueError(f"workers {workers} must be 0 or more; take --workers 0 to work in the main process")
+            raise ValueError(f"workers {workers} must be 0 or more; use --workers 0 to work in the main process")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} must be in 0…{world_size - 1}; check the launcher's RANK and WORLD_SIZE")
         parts = world_size * accumulate
         if batch_size < 1 or batch_size % parts:
             raise ValueError(
                 f"batch size {batch_size} must be a multiple of {parts} ({world_size} processes x {accumulate} "
-                f"accumulation steps); take --batch-size {max(1, round(batch_size / parts)) * parts}"
+                f"accumulation steps); use --batch-size {max(1, round(batch_size / parts)) * parts}"
             )
         if len(source) < batch_size:
             raise ValueError(
                 f"{source.name} has {len(source)} images, fewer than the batch size {batch_size}; "
-                f"take --batch-size {max(1, len(source) // parts) * parts} or less, or more images"
+                f"use --batch-size {max(1, len(source) // parts) * parts} or less, or more images"
             )
         self.source = source
         self.batch_size = batch_size
@@ -116,7 +116,7 @@ class Loader:
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         """Micro-batch after micro-batch without end, from optimizer step `start_step` on."""
         if start_step < 0:
-            raise ValueError(f"start step {start_step} must be 0 or more; take 0 to begin at the beginning")
+            raise ValueError(f"start step {start_step} must be 0 or more; use 0 to start from the beginning")
         return _run(self._samples, self._requests(start_step), self._workers, **self._options)
 
     def _requests(self, start_step: int) -> Iterator[Request]:
@@ -140,7 +140,7 @@ def one_pass(
     Samples that cannot be decoded are left out and named in `bad`.
     """
     if batch_size < 1:
-        raise ValueError(f"batch size {batch_size} must be at least 1; take --batch-size 64")
+        raise ValueError(f"batch size {batch_size} must be at least 1; use --batch-size 64")
     positions = np.array_split(np.arange(len(source), dtype=np.int64), world_size)[rank]
     parts = [positions[start : start + batch_size] for start in range(0, len(positions), batch_size)]
     return _run(_Batches(source, transform), iter([(0, part) for part in parts]), workers)
@@ -266,7 +266,7 @@ def _next_batch(batches: "Iterator[Batch | ValueError]", seconds: float) -> Batc
                 raise
     return ValueError(
         f"no process has prepared a batch within {_LOOKS * seconds / 60:g} min: data that is too slow, or a process "
-        "that hangs; continue with --resume auto (runtime.timeout_minutes sets how long to wait)"
+        "that hangs; continue with --resume auto (--timeout-minutes sets how long to wait)"
     )
 
 

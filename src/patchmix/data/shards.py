@@ -218,7 +218,7 @@ class ShardSource:
                 if attempt == TRIES - 1:
                     raise ValueError(
                         f"shard {self._shards[shard]!r} cannot be read ({error.strerror or error}; {TRIES} tries); "
-                        "bring it back, and go on with --resume auto"
+                        "restore it and continue with --resume auto"
                     ) from error
                 time.sleep(shard_files.PAUSE * 2**attempt)
         raise AssertionError("the last try returns or raises")
@@ -299,7 +299,7 @@ def _scan_once(shard: str) -> ShardIndex:
             with _open(shard) as file:
                 index = scanned(file, _split(shard)[1])
     except OSError as error:
-        raise ValueError(f"shard {shard!r} cannot be read ({error.strerror or error}); bring it back") from error
+        raise ValueError(f"shard {shard!r} cannot be read ({error.strerror or error}); restore it") from error
     with suppress(OSError):  # a full or read-only home only means scanning again
         index.save(kept)
     return index

@@ -80,7 +80,7 @@ def write_shards(settings: Shards, *, progress: bool = True) -> list[Written]:
     """
     data, per_shard, quality = settings.data, settings.per_shard, settings.quality
     if settings.shard_size is not None and per_shard is not None:
-        raise ValueError("both a shard size and a number per shard are given; take --shard-size or --per-shard")
+        raise ValueError("both a shard size and a number per shard are given; use --shard-size or --per-shard")
     size = parse_bytes(settings.shard_size or "256MB")
     both: tuple[Split, ...] = ("train", "test")
     written = []
@@ -181,8 +181,8 @@ def _claim(out: Path, job: Job) -> None:
             path.unlink()
         elif not known.fullmatch(path.name):
             raise ValueError(
-                f"{str(out)!r} holds {path.name!r}, which is not of this job; give an empty folder with --out, "
-                "or the same data and settings to go on"
+                f"{str(out)!r} holds {path.name!r}, which belongs to another job; give an empty folder with --out, "
+                "or the same data and settings to continue"
             )
     if not same:
         write_text(record, described)

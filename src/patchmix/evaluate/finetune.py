@@ -97,7 +97,7 @@ def _batch_size(settings: Finetune, image_size: int, images: int) -> int:
     if batch_size % multiple:
         raise ValueError(
             f"batch size {batch_size} must be a multiple of {multiple} (Mixup takes pairs in each of {multiple // 2} "
-            f"processes); take {max(1, batch_size // multiple) * multiple}"
+            f"processes); use {max(1, batch_size // multiple) * multiple}"
         )
     return batch_size
 

@@ -175,7 +175,7 @@ def check_ks(ks: Sequence[int], available: int) -> None:
             raise ValueError(f"k is {k}; it must be at least 1")
         if k > available:
             raise ValueError(
-                f"k is {k}, but only {available} labeled images can vote; take a k up to {available}, or more images"
+                f"k is {k}, but only {available} labeled images can vote; use a k up to {available}, or more images"
             )
 
 

@@ -158,9 +158,7 @@ def _choose(present: Mapping[str, Any], layout: Layout, encoder: Which | None) -
     if list(present) == ["one"]:
         raise ValueError(f"no {wanted} encoder: it holds a single encoder; leave encoder out")
     there = sorted(present)
-    raise ValueError(
-        f"no {wanted} encoder: it holds only the {' and '.join(there)} encoder; ask for encoder {there[0]!r}"
-    )
+    raise ValueError(f"no {wanted} encoder: it holds only the {' and '.join(there)} encoder; use encoder {there[0]!r}")
 
 
 def _refuse(unknown: list[str], format: str) -> None:
@@ -206,7 +204,7 @@ def _checked(weights: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
         weights["pos_embed"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
         notes.append("pos_embed had no entry for the class token; zero is added, which computes the same")
     elif tokens == 0 or math.isqrt(tokens - 1) ** 2 != tokens - 1:
-        raise ValueError(f"pos_embed has {tokens} entries, which is no square grid with a class token")
+        raise ValueError(f"pos_embed has {tokens} entries, which is not a square grid with a class token")
     return weights
 
 
@@ -214,7 +212,7 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
     broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise ValueError(f"NaN or infinite weights in {broken[0]}{more}; take an earlier checkpoint")
+        raise ValueError(f"NaN or infinite weights in {broken[0]}{more}; use an earlier checkpoint")
 
 
 def _architecture(
@@ -223,7 +221,7 @@ def _architecture(
     dim, in_chans, patch, _ = weights["patch_embed.proj.weight"].shape
     depth = 1 + max((int(name.split(".")[1]) for name in weights if name.startswith("blocks.")), default=-1)
     if depth == 0:
-        raise ValueError("no transformer blocks (blocks.0, …); it is no ViT")
+        raise ValueError("no transformer blocks (blocks.0, …); it is not a ViT")
     known = LAYOUTS[format].heads
     usual = config.get("heads") or known.get(dim)
     if heads is None:
@@ -315,7 +313,7 @@ def read_entries(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         return _read_torch(path), {}
     is_text = start[:256].isascii() and (start[:256].decode("ascii").isprintable() or b"\n" in start)
     seen = "text" if is_text else f"bytes {start[:4].hex(' ')}"
-    raise ValueError(f"{path} is no checkpoint: it begins with {seen}; expected a safetensors or a torch file")
+    raise ValueError(f"{path} is not a checkpoint: it begins with {seen}; expected a safetensors or a torch file")
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -164,7 +164,7 @@ def _timm_model(name: str) -> Backbone:
     path = _cached(cfg)
     if path is None:
         raise ValueError(
-            f"the weights of {name} are not on this machine, and nothing is downloaded unasked; fetch them once with "
+            f"the weights of {name} are not on this machine; download them once with "
             f"`python -c \"import timm; timm.create_model('{name}', pretrained=True)\"`"
         )
     model = create_encoder(architecture)

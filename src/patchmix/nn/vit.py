@@ -69,9 +69,7 @@ def _check_sizes(name: str, options: dict[str, Any]) -> None:
     if dim and heads and dim % heads:
         raise ValueError(f"model {name!r}: dim {dim} is not a multiple of {heads} heads")
     if dim and not heads and (match := _NAME.fullmatch(name)) and dim % HEADS[match[1]]:
-        raise ValueError(
-            f"model {name!r}: dim {dim} is not a multiple of its {HEADS[match[1]]} heads; set model.heads too"
-        )
+        raise ValueError(f"model {name!r}: dim {dim} is not a multiple of its {HEADS[match[1]]} heads; set --heads too")
 
 
 @torch.no_grad()

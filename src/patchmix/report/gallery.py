@@ -161,7 +161,7 @@ def find_image(image: str | int, source: Source) -> int:
     for i in range(len(source)):
         if f"/{wanted}".endswith(f"/{source.key(i)}"):
             return i
-    raise ValueError(f"{image} is not among the {len(source)} images read of {source.name}; take more, or another path")
+    raise ValueError(f"{image} is not among the {len(source)} images read of {source.name}; use more, or another path")
 
 
 def check_positions(positions: Sequence[int], source: Source, what: str) -> None:

@@ -229,7 +229,7 @@ def test_files_of_version_0_1(encoder_file: Backbone, tmp_path: Path) -> None:
         metadata = {"patchmix-detector": json.dumps(header)}
         save_file(file.weights, tmp_path / f"{pyramid}.safetensors", metadata=metadata)
     assert load_detector(tmp_path / "fpn.safetensors").digest() == file.digest()
-    with pytest.raises(ValueError, match=r"the pyramid .simple. of version 0\.1, which is gone; train it again"):
+    with pytest.raises(ValueError, match=r"the pyramid .simple. of version 0\.1, which was removed; train it again"):
         load_detector(tmp_path / "simple.safetensors")
 
 

@@ -207,7 +207,7 @@ def test_predictions_are_drawn(encoder_file: Backbone, coco: Path, tmp_path: Pat
     for wrong, message in (
         (tmp_path / "photos" / "notes.txt", r"notes\.txt: .*give image files"),
         (tmp_path / "nothing", "does not exist"),
-        (tmp_path / "empty", "no images to look at"),
+        (tmp_path / "empty", "no images to show"),
     ):
         with pytest.raises(ValueError, match=message):
             predicted(wrong)

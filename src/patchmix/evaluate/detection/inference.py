@@ -174,7 +174,7 @@ def _image_files(images: Sequence[Path]) -> list[Path]:
         else:
             raise ValueError(f"{path} does not exist; give image files or folders")
     if not files:
-        raise ValueError("there are no images to look at; give image files, or a folder that holds some")
+        raise ValueError("there are no images to show; give image files, or a folder that holds some")
     return files
 
 

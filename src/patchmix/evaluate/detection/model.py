@@ -222,9 +222,9 @@ def load_detector(path: Path) -> DetectorFile:
             parsed["origin"],
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} has damaged metadata ({error}); take another checkpoint of its training") from error
+        raise ValueError(f"{file} has damaged metadata ({error}); use another checkpoint of its training") from error
     if pyramid != "fpn":
-        raise ValueError(f"{file} has the pyramid {pyramid!r} of version 0.1, which is gone; train it again")
+        raise ValueError(f"{file} has the pyramid {pyramid!r} of version 0.1, which was removed; train it again")
     with torch.device("meta"):
         wanted = build_detector(detector.architecture, len(detector.categories), detector.shape).state_dict()
     check_weights(weights, wanted, f"{file} does not hold the detector that its metadata says")
