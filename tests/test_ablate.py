@@ -16,7 +16,7 @@ from torch import Tensor
 
 import patchmix
 from patchmix import build
-from patchmix.ablate import ablate, row_configs
+from patchmix.ablation import ablate, row_configs
 from patchmix.cli import from_keywords, main
 from patchmix.config import Config
 from patchmix.evaluate.results import read_results

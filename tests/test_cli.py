@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import patchmix
 from patchmix.cli import main
 
 
@@ -118,6 +120,13 @@ def test_help_needs_no_torch() -> None:
     """`patchmix --help` must be quick: the heavy imports wait until a command runs."""
     code = "import sys, patchmix.cli; assert not {'torch', 'timm', 'cv2'} & set(sys.modules), 'heavy imports'"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+@pytest.mark.parametrize("name", patchmix.__all__)
+def test_names_of_the_package_are_not_names_of_modules(name: str) -> None:
+    """Importing `patchmix.NAME` as a module would replace the function of that name."""
+    assert getattr(patchmix, name)
+    assert importlib.util.find_spec(f"patchmix.{name}") is None
 
 
 def test_python_m_patchmix() -> None:

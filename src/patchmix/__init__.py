@@ -1,7 +1,7 @@
 """PatchMix: self-supervised pre-training of Vision Transformers by inter-instance similarity.
 
-Everything here is imported on first use, so that `import patchmix` and `patchmix --help` are quick. Every verb of the
-command line is a function of the same name, with the same settings as keywords.
+Everything here is imported on first use, so that `import patchmix` and `patchmix --help` are quick. The main commands
+are functions of the same name, with the same settings as keywords.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_VERBS = ("ablate", "detect", "embed", "finetune", "knn", "linear", "pretrain", "report", "shards")
+_VERBS = ("ablate", "detect", "embed", "finetune", "knn", "linear", "pretrain", "shards")
 _MODULES = {
     "Mixed": "patchmix.mixing:Mixed",
     "PatchMix": "patchmix.mixing:PatchMix",
