@@ -213,6 +213,12 @@ def test_links_lead_somewhere() -> None:
             assert not anchor or anchor in anchors(linked), f"{page.name} → {target}#{anchor}"
 
 
+def test_files_that_the_pages_name_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.]+)`", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{page.name} → {name}"
+
+
 def test_every_method_is_described_with_a_link_to_its_options() -> None:
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     for name in METHOD_OPTIONS:
