@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,7 +27,7 @@ from patchmix.methods.method import Method
 from patchmix.settings import Finetune, Knn, Linear, Pretrain
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
-from patchmix.train.log import RunLog
+from patchmix.train.log import BadSamples, RunLog
 from patchmix.train.loop import build_optimizer, train
 from patchmix.train.watch import NonFiniteLoss
 
@@ -127,7 +126,7 @@ def run_config(
                 extra_state={"config": to_dict(config), "data": source.fingerprint()},
                 evaluators=build.build_evaluators(config, source, architecture.image_size, device),
                 warning=collapse_warning,
-                on_bad_sample=BadSamples(log, len(source)),
+                on_bad_sample=BadSamples(log, limit=max(1, round(0.01 * len(source)))),
             )
             if main:
                 _save_encoder(out, config, architecture, method, source)
@@ -140,24 +139,6 @@ def run_config(
             log.close()
         distributed.barrier()
     return Run(out)
-
-
-class BadSamples:
-    """Reports every image that can't be decoded once, and stops when they are more than 1 %."""
-
-    def __init__(self, log: RunLog, images: int, limit: float = 0.01) -> None:
-        self._log, self._limit, self._seen = log, max(1, round(limit * images)), set[str]()
-
-    def __call__(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name not in self._seen:
-                self._seen.add(name)
-                self._log.say(f"warning: {name} (replaced by another image)", style="yellow")
-        if len(self._seen) > self._limit:
-            raise ValueError(
-                f"{len(self._seen)} images can't be decoded, more than 1 %; the first is {min(self._seen)}. "
-                "Repair or remove them"
-            )
 
 
 # ------------------------------------------------------------------------------------------------------- the folder

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchmix.evaluate import knn
-from patchmix.evaluate.knn import accuracy, fitting_ks, knn_predict
+from patchmix.evaluate.knn import fitting_ks, knn_predict
+from patchmix.evaluate.protocol import accuracy
 from patchmix.evaluate.results import read_results
 from patchmix.interop.backbone import Backbone
 from patchmix.settings import Knn

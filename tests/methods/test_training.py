@@ -15,9 +15,10 @@ from patchmix.config import Config
 from patchmix.data.memory import InMemorySource, from_array
 from patchmix.data.shapes import shapes_source
 from patchmix.evaluate.features import extract
-from patchmix.evaluate.knn import accuracy, knn_predict
+from patchmix.evaluate.knn import knn_predict
 from patchmix.evaluate.labeled import Subset
 from patchmix.evaluate.monitor import collapse_warning, health
+from patchmix.evaluate.protocol import accuracy
 from patchmix.methods.options import SimCLROptions
 from patchmix.recipes import demo
 from patchmix.train.log import RunLog, read_metrics

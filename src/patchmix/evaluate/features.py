@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
-import io
 import json
 import os
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,31 +58,27 @@ class Features:
     labels: Tensor | None  # (N,)
     indices: Tensor  # (N,), positions in the source
 
+    @staticmethod
+    def of(source: Source, vectors: Tensor, indices: Tensor) -> Features:
+        return Features(vectors, None if source.labels is None else torch.from_numpy(source.labels)[indices], indices)
 
+
+@dataclass
 class FeatureExtractor:
     """Features of sources by one encoder, computed, or loaded where an earlier evaluation kept them on disk."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        *,
-        device: torch.device,
-        pool: Pool = "token",
-        resize: int | None = None,
-        workers: int = 0,
-        batch_size: int = 256,
-        cache: bool = True,
-    ) -> None:
-        """`resize`: shorter side before the center crop; None takes `usual_resize` of the encoder's image size."""
-        self.backbone = backbone
-        self.image_size = backbone.architecture.image_size
-        self.resize = usual_resize(self.image_size) if resize is None else resize
-        self.pool = pool
-        self.device = device
-        self._digest = backbone.digest()
-        self._workers = workers
-        self._batch_size = batch_size
-        self._cache = cache
+    backbone: Backbone
+    device: torch.device
+    pool: Pool = "token"
+    resize: int | None = None  # shorter side before the center crop; None: `usual_resize` of the encoder's image size
+    workers: int = 0
+    batch_size: int = 256
+    cache: bool = True
+
+    def __post_init__(self) -> None:
+        self.image_size = self.backbone.architecture.image_size
+        self.resize = self.resize or usual_resize(self.image_size)
+        self._digest = self.backbone.digest()
 
     def record(self) -> dict[str, Any]:
         """What a result says about how images became features."""
@@ -92,12 +87,11 @@ class FeatureExtractor:
     def features(self, source: Source) -> Features:
         """(N, D) features with labels, in the source's order, on every process."""
         path = cache_folder("features") / f"{self._key(source)}.safetensors"
-        if self._cache:
-            kept = _load(path, source)
-            # All processes read, or all compute: a home folder need not be shared between machines.
-            if not distributed.any_process(kept is None, self.device):
-                assert kept is not None
-                return kept
+        kept = _load(path, source) if self.cache else None
+        # All processes read, or all compute: a home folder need not be shared between machines.
+        if not distributed.any_process(kept is None, self.device):
+            assert kept is not None
+            return kept
         features = extract(
             self.backbone.encoder().to(self.device),
             source,
@@ -107,21 +101,20 @@ class FeatureExtractor:
             std=self.backbone.std,
             device=self.device,
             pool=self.pool,
-            batch_size=self._batch_size,
-            workers=self._workers,
+            batch_size=self.batch_size,
+            workers=self.workers,
             progress=True,
         )
         check_finite(features.vectors, source.name)
-        if self._cache and distributed.is_main():
+        if self.cache and distributed.is_main():
             _keep(path, features)
         return features
 
     def _key(self, source: Source) -> str:
-        # The architecture is part of it: the number of heads changes features and shows in no weight.
         described = {
             "version": _VERSION,
             "weights": self._digest,
-            "architecture": repr(self.backbone.architecture),
+            "architecture": repr(self.backbone.architecture),  # the number of heads shows in no weight
             "data": source.fingerprint(),
             "size": self.image_size,
             "resize": self.resize,
@@ -147,26 +140,23 @@ def extract(
     workers: int = 0,
     progress: bool = False,
 ) -> Features:
-    """One pass over the source; images resized on their shorter side to `resize` and center-cropped.
+    """One pass over the source, whose images are resized on their shorter side and center-cropped.
 
     Under torchrun every process must call this: each takes a part, and each gets the features of all, in the source's
-    order. `encoder` is on `device`; it computes in evaluation mode and comes back in the mode that it was in.
-    Images that can't be decoded are left out; `indices` says which are in.
+    order. `encoder` is on `device` and keeps its mode. Images that can't be decoded are left out.
     """
     if pool not in LAYERS:
         raise ValueError(f"pool is {pool!r}; it must be token (class token) or mean (of the patch tokens)")
     transform = CenterCrop(image_size, resize=resize)
-    rank, world_size = distributed.rank(), distributed.world_size()
-    part = len(np.array_split(np.arange(len(source)), world_size)[rank])
+    share = {"rank": distributed.rank(), "world_size": distributed.world_size()}
+    part = len(np.array_split(np.arange(len(source)), share["world_size"])[share["rank"]])
     vectors, count = torch.empty(0, 0), 0
     indices = torch.empty(part, dtype=torch.int64)
     was_training = encoder.training
     encoder.eval()
     try:
         with progress_bar(f"features of {source.name}", part, progress and distributed.is_main()) as advance:
-            for batch in one_pass(
-                source, transform, batch_size=batch_size, workers=workers, rank=rank, world_size=world_size
-            ):
+            for batch in one_pass(source, transform, batch_size=batch_size, workers=workers, **share):
                 decoded = len(batch.indices)
                 if decoded:
                     images = to_float(batch.views[0].to(device, non_blocking=True), mean, std)
@@ -182,14 +172,11 @@ def extract(
     vectors, indices = gather_rows(vectors[:count], device), gather_rows(indices[:count], device)
     if not len(indices):
         raise ValueError(f"{source.name} has no image that can be decoded; check its files")
-    return Features(vectors, _labels_at(source, indices), indices)
+    return Features.of(source, vectors, indices)
 
 
 def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
-    """(N, 3, H, W) → (N, D): the class token as the encoder gives it, or the mean over patch tokens.
-
-    An encoder of one channel gets the mean of the three.
-    """
+    """(N, 3, H, W) → (N, D): the class token or the mean over patch tokens; gray images for encoders of gray ones."""
     if isinstance(encoder, VisionTransformer):
         images = as_channels(images, int(encoder.patch_embed.proj.in_channels))
     if pool == "token":
@@ -200,10 +187,7 @@ def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
 
 
 def usual_resize(image_size: int) -> int:
-    """The default size of the shorter side before the center crop.
-
-    Small images (CIFAR) are taken whole; larger ones get the margin that is usual on ImageNet, 224 → 256.
-    """
+    """The shorter side before the center crop: small images are taken whole, larger ones with ImageNet's margin."""
     return image_size if image_size <= SMALL_IMAGES else round(image_size * 256 / 224)
 
 
@@ -222,33 +206,26 @@ def check_finite(vectors: Tensor, whose: str) -> None:
 
 @torch.no_grad()
 def gather_rows(rows: Tensor, device: torch.device) -> Tensor:
-    """Rows of all processes in the order of their ranks, on the CPU; processes may have different numbers of rows.
+    """Rows of all processes in the order of their ranks, on the CPU: (n, …) → (sum of all n, …), n may differ.
 
-    rows: (n, …) → (sum of all n, …). Sent in blocks, so that the device holds a few of them only.
+    Sent in blocks, so that the device holds a few rows only.
     """
-    world_size = distributed.world_size()
-    if world_size == 1:
+    if distributed.world_size() == 1:
         return rows
     shape = torch.tensor([len(rows), *rows.shape[1:]], dtype=torch.int64, device=device)
     shapes = distributed.gather(shape.unsqueeze(0)).cpu()  # (world, dims)
     counts: list[int] = shapes[:, 0].tolist()
     rest = shapes[:, 1:].max(dim=0).values.tolist()  # a process without a single row does not know the width
     out = torch.empty([sum(counts), *rest], dtype=rows.dtype)
-    starts = np.cumsum([0, *counts]).tolist()
     for begin in range(0, max(counts), GATHERED_ROWS):
         block = torch.zeros([min(GATHERED_ROWS, max(counts) - begin), *rest], dtype=rows.dtype, device=device)
         own = rows[begin : begin + len(block)]
         if len(own):
             block[: len(own)] = own.to(device)
-        blocks = distributed.gather(block).cpu().reshape(world_size, *block.shape)
-        for r in range(world_size):
-            taken = max(0, min(len(block), counts[r] - begin))
-            out[starts[r] + begin : starts[r] + begin + taken] = blocks[r, :taken]
+        received = torch.split(distributed.gather(block).cpu(), len(block))
+        for place, values in zip(torch.split(out, counts), received, strict=True):
+            place[begin : begin + len(block)] = values[: max(0, len(place) - begin)]
     return out
-
-
-def _labels_at(source: Source, indices: Tensor) -> Tensor | None:
-    return None if source.labels is None else torch.from_numpy(source.labels)[indices]
 
 
 # -------------------------------------------------------------------------------------------------- features on disk
@@ -256,10 +233,9 @@ def _labels_at(source: Source, indices: Tensor) -> Tensor | None:
 
 def _keep(path: Path, features: Features) -> None:
     tensors = {"vectors": features.vectors.contiguous(), "indices": features.indices.contiguous()}
-    checks = {name: str(_checksum(tensor)) for name, tensor in tensors.items()}
     try:
         with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata=checks)
+            save_file(tensors, temporary, metadata=_checksums(tensors))
         prune(path.parent, KEPT_BYTES, keep=path)
     except OSError as error:  # a full disk or a read-only home must not stop the evaluation
         warnings.warn(f"features are not kept: {path.parent} can't be written ({error.strerror})", stacklevel=2)
@@ -267,33 +243,27 @@ def _keep(path: Path, features: Features) -> None:
 
 def _load(path: Path, source: Source) -> Features | None:
     """What `_keep` wrote, or None where it is missing or damaged."""
-    if not path.is_file():
-        return None
     try:
         with safe_open(path, framework="pt") as file:
-            checks: dict[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in ("vectors", "indices")}
+            if file.metadata() != _checksums(tensors):
+                return None
     except (SafetensorError, OSError):
-        return None
-    if any(checks.get(name) != str(_checksum(tensor)) for name, tensor in tensors.items()):
         return None
     with contextlib.suppress(OSError):  # a cache that others own
         os.utime(path)  # used now
-    return Features(tensors["vectors"], _labels_at(source, tensors["indices"]), tensors["indices"])
+    return Features.of(source, **tensors)
 
 
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.numpy().data)
+def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: str(zlib.crc32(tensor.numpy().data)) for name, tensor in tensors.items()}
 
 
 # ------------------------------------------------------------------------------------------------------ patchmix embed
 
 
 def embed(settings: Embed) -> list[Path]:
-    """Writes path, label where there is one, and vector of every image; returns the files written.
-
-    Images that can't be decoded are left out. Under torchrun the work is split and the main process writes.
-    """
+    """Writes path, label where there is one, and vector of every image that can be decoded; returns the files."""
     out = settings.out
     if out.suffix not in (".parquet", ".npy"):
         raise ValueError(f"{out} must end in .parquet or .npy")
@@ -304,8 +274,8 @@ def embed(settings: Embed) -> list[Path]:
         except ValueError:
             source = open_source(settings.data, settings.split)
         backbone = load_backbone(settings.weights, encoder=settings.encoder)
-        options: dict[str, Any] = {"pool": settings.pool, "resize": settings.resize, "workers": settings.workers}
-        features = FeatureExtractor(backbone, device=device, **options).features(source)
+        extractor = FeatureExtractor(backbone, device, settings.pool, settings.resize, settings.workers)
+        features = extractor.features(source)
     if not distributed.is_main():
         return []
     columns: dict[str, list[Any]] = {"path": [source.key(int(i)) for i in features.indices]}
@@ -318,11 +288,7 @@ def embed(settings: Embed) -> list[Path]:
             pq.write_table(pa.table({**columns, "vector": column}), file)
             return [out]
         np.save(file, vectors)
-    text = io.StringIO()
-    rows = csv.writer(text)
-    rows.writerow(columns)
-    rows.writerows(zip(*columns.values(), strict=True))
     table = out.with_suffix(".csv")
-    with writing(table) as file:
-        file.write(text.getvalue().encode("utf-8", "surrogateescape"))
+    with replacing(table) as path, path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as lines:
+        csv.writer(lines).writerows([columns, *zip(*columns.values(), strict=True)])
     return [out, table]

@@ -49,8 +49,8 @@ _NOT_RECORDED = ("weights", "data", "base_lr", "encoder", "device", "workers", "
 def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
     """Trains the encoder and a classifier on the class token with labels, and tests both them and their average.
 
-    Writes model.safetensors and model_ema.safetensors beside the checkpoints: plain state dicts with the classifier;
-    `details["timm"]` are the arguments with which timm builds the model that loads them. Metrics: "top1" and "top5"
+    Writes model.safetensors and model_ema.safetensors beside the checkpoints: plain timm state dicts with the
+    classifier; `details["timm"]` are the arguments of `timm.create_model` that load them. Metrics: "top1" and "top5"
     after the last epoch, "ema_top1" and "ema_top5" of the moving average of the weights, and "best_top1",
     "best_ema_top1": the best epoch's as chosen on the test images, which is optimistic. Without a test split, a fifth
     of the images is held out to test on. `backbone` takes the place of `settings.weights`.
@@ -79,10 +79,14 @@ def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
             "best": "chosen on the test images",
         }
         if folder is not None:
-            details["timm"] = timm_call(task.backbone, data.classes)
+            name, arguments = timm_arguments(shape)
+            details["timm"] = {"model_name": name, **arguments, "num_classes": data.classes}
             details["model"] = str(folder / "model.safetensors")
             if distributed.is_main():
-                _save_classifiers(method, task.backbone, folder, data.train.classes)
+                origin = {"timm": details["timm"], "mean": task.backbone.mean, "std": task.backbone.std}
+                header = {"patchmix-classifier": json.dumps({**origin, "classes": data.train.classes})}
+                save_weights(method.encoder.state_dict(), folder / "model.safetensors", header)
+                save_weights(method.ema.module.state_dict(), folder / "model_ema.safetensors", header)
         names = ("top1", "top5", "ema_top1", "ema_top5", "best_top1", "best_ema_top1")
         metrics = {name: value for name, value in last.items() if name in names}
         record |= {"optimizer": "AdamW", "crop_area": list(CROP_AREA), "test": data.tested_on}
@@ -141,8 +145,7 @@ class FinetuneMethod(SupervisedMethod):
         images, labels = batch
         if self.mixup is None:
             return {"loss": F.cross_entropy(self.encoder(images).float(), labels, label_smoothing=self.smoothing)}
-        with global_randomness():  # Mixup draws from NumPy's global generator
-            seed_globally(int(torch.randint(2**62, (), generator=self.generator)))
+        with seeded_globally(int(torch.randint(2**62, (), generator=self.generator))):
             images, targets = self.mixup(images, labels)  # targets: (N, K)
         return {"loss": F.cross_entropy(self.encoder(images).float(), targets)}
 
@@ -173,8 +176,7 @@ def _train(
     backbone, device, seed = task.backbone, task.device, record["seed"]
     size, channels = backbone.architecture.image_size, backbone.architecture.in_chans
     erase = Erasing(record["erasing"], seed=seed)
-    test = task.data.test
-    assert test is not None
+    crop: dict[str, Any] = {"image_size": size, "resize": record["resize"], "mean": backbone.mean, "std": backbone.std}
 
     def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.labels is not None
@@ -182,17 +184,10 @@ def _train(
         return as_channels(erase(images, epoch=batch.epoch, indices=batch.indices), channels), batch.labels
 
     def evaluator(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+        assert task.data.test is not None
         for prefix, network in (("", encoder), ("ema_", method.ema.module)):
-            logits = extract(  # the output of a classifier is its logits
-                network,
-                test,
-                image_size=size,
-                resize=record["resize"],
-                mean=backbone.mean,
-                std=backbone.std,
-                device=device,
-                workers=workers,
-            )
+            # the output of a classifier is its logits
+            logits = extract(network, task.data.test, **crop, device=device, workers=workers)
             assert logits.labels is not None
             yield from top_accuracies(logits.vectors, logits.labels, prefix).items()
         method.tested = len(logits.vectors)
@@ -216,28 +211,6 @@ def _train(
         folder=folder,
         identity=identity,
     )
-
-
-def timm_call(backbone: Backbone, classes: int) -> dict[str, Any]:
-    """The arguments of `timm.create_model` for the classifier; add `checkpoint_path`."""
-    name, arguments = timm_arguments(backbone.architecture)
-    return {"model_name": name, **arguments, "num_classes": classes}
-
-
-def _save_classifiers(
-    method: FinetuneMethod, backbone: Backbone, folder: Path, classes: tuple[str, ...] | None
-) -> None:
-    """model.safetensors and model_ema.safetensors: plain timm state dicts, with the classifier."""
-    for name, model in (("model", method.encoder), ("model_ema", method.ema.module)):
-        assert isinstance(model, VisionTransformer)
-        header = {
-            "timm": timm_call(backbone, model.num_classes),
-            "mean": backbone.mean,
-            "std": backbone.std,
-            "classes": classes,
-        }
-        path = folder / f"{name}.safetensors"
-        save_weights(model.state_dict(), path, {"patchmix-classifier": json.dumps(header)})
 
 
 # ------------------------------------------------------------------------------------------------- timm's augmentation
@@ -269,11 +242,10 @@ class TimmAugmentation:
     ) -> list[npt.NDArray[np.uint8]]:
         out = np.empty((len(images), self.size, self.size, 3), np.uint8)
         words = hash_words(self.seed, epoch, indices, _PIXELS).tolist()
-        with global_randomness():
-            for image, word, place in zip(images, words, out, strict=True):
-                seed_globally(word)
+        for image, word, place in zip(images, words, out, strict=True):
+            with seeded_globally(word):
                 planes: Tensor = self._transform(Image.fromarray(image))  # (3, h, w)
-                place[:] = planes.numpy().transpose(1, 2, 0)
+            place[:] = planes.numpy().transpose(1, 2, 0)
         return [out]
 
 
@@ -293,24 +265,22 @@ class Erasing:
     def __call__(self, images: Tensor, *, epoch: int, indices: Tensor) -> Tensor:
         """Changes images (N, C, H, W) in place and returns them."""
         words = hash_words(self.seed, epoch, indices.cpu().numpy(), _ERASING).tolist()
-        with global_randomness():
-            for image, word in zip(images, words, strict=True):
-                seed_globally(word)
+        for image, word in zip(images, words, strict=True):
+            with seeded_globally(word):
                 self._erase(image)
         return images
 
 
-def seed_globally(word: int) -> None:
-    """Python's, NumPy's and torch's CPU generators. Not the GPUs': nothing that timm does here draws from those."""
-    random.seed(word)
-    np.random.seed(word % 2**32)  # noqa: NPY002 (timm draws from it)
-    torch.default_generator.manual_seed(word % 2**63)
-
-
 @contextmanager
-def global_randomness() -> Iterator[None]:
-    """What happens inside leaves the global generators as they were."""
+def seeded_globally(word: int) -> Iterator[None]:
+    """Seeds Python's, NumPy's and torch's CPU generators, and leaves them as they were.
+
+    Not the GPUs': nothing that timm does here draws from those.
+    """
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    random.seed(word)
+    np.random.seed(word % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(word % 2**63)
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ Shapes: B images in the bank, Q queries, D = the encoder's width, K = the larges
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from patchmix import distributed
 from patchmix.evaluate.features import check_finite
-from patchmix.evaluate.protocol import open_task
+from patchmix.evaluate.protocol import accuracy, open_task
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone
 from patchmix.progress import progress_bar
@@ -45,15 +46,8 @@ def knn(settings: Knn, backbone: Backbone | None = None) -> Result:
         queries = bank if data.test is None else extractor.features(data.test)
         assert bank.labels is not None and queries.labels is not None
         ks = tuple(dict.fromkeys(settings.k)) or fitting_ks(len(bank.vectors) - int(leave_one_out))
-        predicted = knn_predict(
-            bank.vectors,
-            bank.labels,
-            queries.vectors,
-            ks=ks,
-            leave_one_out=leave_one_out,
-            device=task.device,
-            progress=True,
-        )
+        options: dict[str, Any] = {"ks": ks, "leave_one_out": leave_one_out, "device": task.device, "progress": True}
+        predicted = knn_predict(bank.vectors, bank.labels, queries.vectors, **options)
         headline = HEADLINE_K if HEADLINE_K in ks else ks[0]
         tops = (1, 5) if data.classes > 5 else (1,)
         metrics = {f"top{top}": accuracy(predicted[headline], queries.labels, top) for top in tops}
@@ -177,9 +171,3 @@ def check_ks(ks: Sequence[int], available: int) -> None:
             raise ValueError(
                 f"k is {k}, but only {available} labeled images can vote; use a k up to {available}, or more images"
             )
-
-
-def accuracy(predictions: Tensor, labels: Tensor, top: int = 1) -> float:
-    """The share of rows whose label is among the first `top` predictions. predictions: (Q, ≥ top), labels: (Q,)."""
-    hits = (predictions[:, :top] == labels.unsqueeze(1)).any(dim=1)
-    return float(hits.double().mean())

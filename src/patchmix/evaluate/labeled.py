@@ -28,7 +28,6 @@ class Labeled:
     tested_on: str = "test split"
 
     def fingerprint(self) -> str:
-        """Of both parts."""
         return self.train.fingerprint() + (f"+{self.test.fingerprint()}" if self.test is not None else "")
 
     def with_test(self) -> Labeled:
@@ -37,12 +36,8 @@ class Labeled:
             return self
         assert self.train.labels is not None
         held = held_out(self.train.labels, HELD_OUT)
-        return Labeled(
-            Part(self.train, np.flatnonzero(~held)),
-            Part(self.train, np.flatnonzero(held), name=f"{self.train.name}, held out"),
-            self.classes,
-            "a fifth held out",
-        )
+        test = Part(self.train, np.flatnonzero(held), name=f"{self.train.name}, held out")
+        return Labeled(Part(self.train, np.flatnonzero(~held)), test, self.classes, "a fifth held out")
 
 
 def open_labeled(data: str | Path, *, many_passes: bool = False) -> Labeled:
@@ -148,8 +143,7 @@ class Subset(Part):
         groups = groups_of(source)
         if groups is not None and len(groups.starts) > groups.window:
             few = np.linspace(0, len(groups.starts) - 1, groups.window).round().astype(np.int64)
-            inside = np.isin(np.searchsorted(groups.starts, positions, side="right") - 1, few)
-            positions = positions[inside]
+            positions = positions[np.isin(np.searchsorted(groups.starts, positions, side="right") - 1, few)]
         count = min(limit, len(positions))
         super().__init__(source, positions[np.linspace(0, len(positions) - 1, count).round().astype(np.int64)])
 

@@ -136,18 +136,13 @@ def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Feat
 
 
 def _fast(settings: Linear, extractor: FeatureExtractor, data: Labeled, test: Features) -> Outcome:
-    """Sweep, choose on a held-out part of the training images, train the chosen one again on all of them."""
     train = extractor.features(data.train)
     assert train.labels is not None and test.labels is not None
     candidates = sweep.grid()
     held = torch.from_numpy(held_out(train.labels.numpy(), CHOOSE_ON))
     epochs = sweep.usual_epochs(len(train.vectors)) if settings.epochs is None else max(1, round(settings.epochs))
-    options: dict[str, Any] = {
-        "classes": data.classes,
-        "epochs": epochs,
-        "seed": settings.seed,
-        "device": extractor.device,
-    }
+    options: dict[str, Any] = {"classes": data.classes, "epochs": epochs}
+    options |= {"seed": settings.seed, "device": extractor.device}
     rows = (~held).nonzero().flatten()
     models = sweep.fit_candidates(train.vectors, train.labels, candidates, rows=rows, **options)
     scores = sweep.score(models, train.vectors[held], train.labels[held])

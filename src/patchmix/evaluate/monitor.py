@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from patchmix.data.contract import Source
 from patchmix.data.views import CenterCrop
 from patchmix.evaluate.features import Features, extract
-from patchmix.evaluate.knn import HEADLINE_K, accuracy, knn_predict
+from patchmix.evaluate.knn import HEADLINE_K, knn_predict
 from patchmix.evaluate.labeled import Subset
+from patchmix.evaluate.protocol import accuracy
 from patchmix.train.loop import Evaluator
 
 # Below these a representation counts as collapsed; a random ViT and every healthy run are far above.
@@ -50,9 +51,8 @@ def monitor(
         if query_images is not None:
             queried = features(encoder, query_images)
         assert queried.labels is not None
-        k = min(HEADLINE_K, len(found.vectors) - 1)
-        leave_one_out = query_images is None
-        predicted = knn_predict(found.vectors, found.labels, queried.vectors, ks=[k], leave_one_out=leave_one_out)[k]
+        k, alone = min(HEADLINE_K, len(found.vectors) - 1), query_images is None
+        predicted = knn_predict(found.vectors, found.labels, queried.vectors, ks=[k], leave_one_out=alone)[k]
         yield "knn", accuracy(predicted, queried.labels)
 
     return evaluate

@@ -27,7 +27,7 @@ from patchmix.methods.method import Method
 from patchmix.schedules import WarmupCosine
 from patchmix.settings import Finetune, Knn, Linear
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
-from patchmix.train.log import RunLog
+from patchmix.train.log import BadSamples, RunLog
 from patchmix.train.loop import Evaluator, Plan, train
 
 
@@ -43,14 +43,8 @@ class Task:
     out: Path | None
 
     def extractor(self, settings: Knn | Linear) -> FeatureExtractor:
-        return FeatureExtractor(
-            self.backbone,
-            device=self.device,
-            pool=settings.pool,
-            resize=settings.resize,
-            workers=settings.workers,
-            cache=settings.cache,
-        )
+        options = {name: getattr(settings, name) for name in ("pool", "resize", "workers", "cache")}
+        return FeatureExtractor(self.backbone, self.device, **options)
 
     def identity(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What a training depends on: with the same, it goes on where it was stopped."""
@@ -70,17 +64,8 @@ class Task:
         details: dict[str, Any] | None = None,
     ) -> Result:
         """The result, also written to results.jsonl; every process gets it."""
-        result = Result(
-            protocol=protocol,
-            metrics=metrics,
-            images=images,
-            data=self.data_name,
-            fingerprint=self.data.fingerprint(),
-            encoder=encoder_name(self.backbone),
-            weights=self.digest,
-            settings=settings,
-            details=details or {},
-        )
+        origin = self.data_name, self.data.fingerprint(), encoder_name(self.backbone), self.digest
+        result = Result(protocol, metrics, images, *origin, settings, details or {})
         if self.out is not None and distributed.is_main():
             append_result(self.out, result)
         return result
@@ -88,15 +73,11 @@ class Task:
 
 @contextmanager
 def open_task(
-    settings: Knn | Linear | Finetune,
-    backbone: Backbone | None,
-    *,
-    needs_test: bool = False,
-    many_passes: bool = False,
+    settings: Knn | Linear | Finetune, backbone: Backbone | None, *, needs_test: bool = False, many_passes: bool = False
 ) -> Iterator[Task]:
     """Loads the encoder (unless `backbone` is given) and opens the data, in the process group if there is one.
 
-    needs_test: hold out a fifth of the images where there is no test split. many_passes: see `open_labeled`.
+    needs_test: a fifth of the images is held out where there is no test split.
     """
     device = resolve_device(settings.device)
     with distributed.process_group(device):
@@ -133,22 +114,18 @@ class SupervisedMethod(Method):
         self.scores = BestScores(scores)
 
     def after_step(self, progress: float) -> None:
-        self.scores.steps += 1
+        self.scores.steps.add_(1)
 
 
 class BestScores(nn.Module):
     """The steps done and the best value of each score so far. Saved with the method, so that a resumed run has them."""
 
-    steps: Tensor
-    best: Tensor
-    best_step: Tensor
-
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         self.names = tuple(names)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("best", torch.full((len(names),), -1.0, dtype=torch.float64))
-        self.register_buffer("best_step", torch.zeros(len(names), dtype=torch.int64))
+        self.steps = nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self.best = nn.Buffer(torch.full((len(names),), -1.0, dtype=torch.float64))
+        self.best_step = nn.Buffer(torch.zeros(len(names), dtype=torch.int64))
 
     def note(self, values: Mapping[str, float], steps_per_epoch: int) -> Iterator[tuple[str, float]]:
         """Yields the values, then the best so far and its epoch, of each name."""
@@ -238,16 +215,9 @@ def _train(
     if folder is not None and distributed.is_main():
         write_text(folder / "settings.json", json.dumps(identity, indent=2) + "\n")
     log = RunLog(folder if distributed.is_main() else None, step=int(state["step"]) if state else 0)
-    bad: set[str] = set()
-
-    def warn(names: Sequence[str]) -> None:
-        for name in sorted(set(names) - bad):
-            log.say(f"warning: {name} (replaced by another image)", style="yellow")
-        bad.update(names)
-
-    saved = {"checkpoints": checkpoints, "resume_from": state, "extra_state": {"identity": identity}}
+    saved: dict[str, Any] = {"checkpoints": checkpoints, "resume_from": state, "extra_state": {"identity": identity}}
     try:
-        return train(method, loader, plan, **parts, **saved, log=log, on_bad_sample=warn)  # type: ignore[arg-type]
+        return train(method, loader, plan, **parts, **saved, log=log, on_bad_sample=BadSamples(log))
     finally:
         log.close()
 
@@ -269,8 +239,11 @@ def usual_batch(image_size: int, images: int, *, multiple: int) -> int:
 def top_accuracies(logits: Tensor, labels: Tensor, prefix: str = "") -> dict[str, float]:
     """(N, K) and (N,) → top-1, and top-5 where there are more than five classes."""
     ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices
-    hits = ranked == labels.to(ranked.device).unsqueeze(1)
-    accuracies = {f"{prefix}top1": float(hits[:, 0].double().mean())}
-    if logits.shape[1] > 5:
-        accuracies[f"{prefix}top5"] = float(hits.any(dim=1).double().mean())
-    return accuracies
+    tops = (1, 5) if logits.shape[1] > 5 else (1,)
+    return {f"{prefix}top{top}": accuracy(ranked, labels.to(ranked.device), top) for top in tops}
+
+
+def accuracy(predictions: Tensor, labels: Tensor, top: int = 1) -> float:
+    """The share of rows whose label is among the first `top` predictions. predictions: (Q, ≥ top), labels: (Q,)."""
+    hits = (predictions[:, :top] == labels.unsqueeze(1)).any(dim=1)
+    return float(hits.double().mean())

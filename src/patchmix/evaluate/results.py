@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.text import Text
 
 FILE = "results.jsonl"
 _Z95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
-SHOWN: dict[str, str] = {
+PROTOCOL_NAMES: dict[str, str] = {
     "knn": "kNN",
     "linear": "linear (paper's protocol)",
     "linear-fast": "linear (fast: sweep on stored features)",
@@ -26,10 +27,6 @@ SHOWN: dict[str, str] = {
     "detect": "detection (box / mask AP)",
 }
 AP_NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75", "ap_small": "APs", "ap_medium": "APm", "ap_large": "APl"}
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Result:
     weights: str  # digest
     settings: dict[str, Any] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
-    date: str = field(default_factory=_now)
+    date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     @property
     def top1(self) -> float:
@@ -59,7 +56,7 @@ class Result:
         """What a table shows: top-1 in %, or box and mask AP of a detector."""
         if "top1" in self.metrics:
             return f"{100 * self.top1:.2f}"
-        return " / ".join(f"{100 * self.metrics[name]:.1f}" for name in ("box_ap", "mask_ap") if name in self.metrics)
+        return " / ".join(_percent(self.metrics[name]) for name in ("box_ap", "mask_ap") if name in self.metrics)
 
     @property
     def headline_interval(self) -> str | None:
@@ -112,11 +109,9 @@ def read_results(folder: Path) -> list[Result]:
     known = {f.name for f in dataclasses.fields(Result)}
     results = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+        with suppress(ValueError, TypeError, AttributeError):
             entry = json.loads(line)
             results.append(Result(**{key: value for key, value in entry.items() if key in known}))
-        except (ValueError, TypeError, AttributeError):
-            continue
     return results
 
 
@@ -127,11 +122,14 @@ def print_result(result: Result | Sequence[Path], console: Console | None = None
         for path in result:
             print(f"wrote {path}")
         return
-    title = f"{SHOWN.get(result.protocol, result.protocol)}: {result.encoder} on {result.data}"
+    title = f"{PROTOCOL_NAMES.get(result.protocol, result.protocol)}: {result.encoder} on {result.data}"
     console.print(Text(title, style="bold"), soft_wrap=True)
     for table in _precisions(result) if result.protocol == "detect" else [_accuracies(result)]:
         console.print(table)
-    console.print(Text(_how(result)), soft_wrap=True)
+    how = [f"{result.images:,} test images", f"weights {result.weights[:12]}"]
+    more = result.settings | {key: value for key, value in result.details.items() if key != "classes"}
+    how += [f"{key} {_plain(value)}" for key, value in more.items()]
+    console.print(Text("; ".join(how)), soft_wrap=True)
 
 
 def _accuracies(result: Result) -> Table:
@@ -157,12 +155,6 @@ def _precisions(result: Result) -> list[Table]:
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
-
-
-def _how(result: Result) -> str:
-    parts = [f"{result.images:,} test images", f"weights {result.weights[:12]}"]
-    more = result.settings | {key: value for key, value in result.details.items() if key != "classes"}
-    return "; ".join(parts + [f"{key} {_plain(value)}" for key, value in more.items()])
 
 
 def _plain(value: Any) -> str:

@@ -59,8 +59,7 @@ class Classifiers:
 
 def usual_epochs(images: int) -> int:
     """Enough steps to converge, also where an epoch has few of them."""
-    steps = max(1, images // _BATCH)
-    return max(_LEAST_EPOCHS, math.ceil(_LEAST_STEPS / steps))
+    return max(_LEAST_EPOCHS, math.ceil(_LEAST_STEPS / max(1, images // _BATCH)))
 
 
 def grid(lrs: Sequence[float] = LRS, decays: Sequence[float] = DECAYS) -> list[Candidate]:
@@ -154,8 +153,7 @@ def score(models: Classifiers, vectors: Tensor, labels: Tensor) -> list[Score]:
         losses = F.cross_entropy(logits.transpose(1, 2), truth[:, None].expand(-1, candidates), reduction="none")
         found = torch.stack([hits[:, :, 0].double(), hits.any(dim=2).double(), losses.double()])  # (3, n, C)
         sums += found.sum(dim=1).cpu()
-    means = (sums / max(1, len(vectors))).T.tolist()
-    return [Score(*row) for row in means]
+    return [Score(*row) for row in (sums / max(1, len(vectors))).T.tolist()]
 
 
 def best_of(scores: Sequence[Score]) -> int:

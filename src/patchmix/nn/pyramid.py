@@ -28,7 +28,7 @@ class Pyramid(nn.Module):
     """A ViT as a detector's backbone: (N, 3, H, W) → {"0", …, "3", "pool"}: (N, C, H/s, W/s), s = 4, 8, 16, 32, 64.
 
     As in MAE's benchmark (Li et al. 2021): the tokens after four blocks at even depths, one for each stride, then a
-    feature pyramid network. All norms are layer norms over channels, so they don't depend on the batch.
+    feature pyramid network. All norms are layer norms over channels.
     """
 
     def __init__(
@@ -52,11 +52,9 @@ class Pyramid(nn.Module):
             recompute=recompute,
         )
         self.out_channels = channels  # torchvision's name
-        dim = self.tokens.dim
-        self.scaled = nn.ModuleList(rescale(dim, patch, stride) for stride in STRIDES)
-        self.merge = FeaturePyramidNetwork(
-            [dim] * len(STRIDES), channels, extra_blocks=LastLevelMaxPool(), norm_layer=LayerNorm2d
-        )
+        dims = [self.tokens.dim] * len(STRIDES)
+        self.scaled = nn.ModuleList(rescale(self.tokens.dim, patch, stride) for stride in STRIDES)
+        self.merge = FeaturePyramidNetwork(dims, channels, extra_blocks=LastLevelMaxPool(), norm_layer=LayerNorm2d)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         maps = zip(self.scaled, self.tokens(images), strict=True)
@@ -118,9 +116,8 @@ class TokenMaps(nn.Module):
         if i not in self.windowed:
             return cast("Tensor", block(tokens))
         # timm's pre-norm block with its attention in windows
-        attended = windowed_attention(
-            block.attn, block.norm1(tokens), grid=grid, window=self.window, prefix=self.encoder.num_prefix_tokens
-        )
+        prefix = self.encoder.num_prefix_tokens
+        attended = windowed_attention(block.attn, block.norm1(tokens), grid=grid, window=self.window, prefix=prefix)
         tokens = tokens + block.drop_path1(block.ls1(attended))
         return cast("Tensor", tokens + block.drop_path2(block.ls2(block.mlp(block.norm2(tokens)))))
 

@@ -12,7 +12,7 @@ import torch
 
 from patchmix.config import Config
 from patchmix.evaluate.monitor import collapse_warning
-from patchmix.evaluate.results import SHOWN, Result, read_results
+from patchmix.evaluate.results import PROTOCOL_NAMES, Result, read_results
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
@@ -199,10 +199,14 @@ def evaluations(records: Sequence[Record]) -> Markup:
         for result in latest.values():
             scores = [result.headline, result.headline_interval or "–", paper.get(result.protocol, "–")]
             origin = [f"{result.images:,}", result.weights[:8], result.date[:10]]
-            rows.append([record.name, SHOWN.get(result.protocol, result.protocol), result.data, *scores, *origin])
+            rows.append(
+                [record.name, PROTOCOL_NAMES.get(result.protocol, result.protocol), result.data, *scores, *origin]
+            )
         missing = paper.keys() - {result.protocol for result in record.results}
         for protocol in (protocol for protocol in paper if protocol in missing):
-            rows.append([record.name, SHOWN[protocol], "–", "not evaluated", "–", paper[protocol], "–", "–", "–"])
+            rows.append(
+                [record.name, PROTOCOL_NAMES[protocol], "–", "not evaluated", "–", paper[protocol], "–", "–", "–"]
+            )
     if not rows:
         return element("p", "Not evaluated yet; `patchmix knn RUN --data DATA` adds a result here.", class_="note")
     head = ["run", "protocol", "data", "top-1 or AP %", "95 % interval", "paper %", "test images", "weights", "date"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,24 @@ class RunLog:
                 self._board.close()
             if self._wandb is not None:
                 self._wandb.finish()
+
+
+class BadSamples:
+    """Reports every image that can't be decoded once, and stops when they are more than `limit`, if there is one."""
+
+    def __init__(self, log: RunLog, limit: float = math.inf) -> None:
+        self._log, self._limit, self._seen = log, limit, set[str]()
+
+    def __call__(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._seen:
+                self._seen.add(name)
+                self._log.say(f"warning: {name} (replaced by another image)", style="yellow")
+        if len(self._seen) > self._limit:
+            raise ValueError(
+                f"{len(self._seen)} images can't be decoded, more than 1 %; the first is {min(self._seen)}. "
+                "Repair or remove them"
+            )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

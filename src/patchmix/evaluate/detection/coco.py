@@ -32,6 +32,11 @@ class Category:
     name: str
 
 
+def names_of(categories: Sequence[Category]) -> dict[int, str]:
+    """The classes' names by their category ids."""
+    return {category.id: category.name for category in categories}
+
+
 class CocoImages:
     """Images by position with their objects; a `Source` for the loader, and the truth for pycocotools.
 
@@ -44,16 +49,11 @@ class CocoImages:
     def __init__(self, folder: Path, annotations: Path) -> None:
         self._folder, self._file = folder, annotations
         dataset = _read(annotations)
-        self.categories = tuple(sorted((_category(c, annotations) for c in dataset["categories"]), key=lambda c: c.id))
-        if len({c.id for c in self.categories}) < len(self.categories) or not self.categories:
-            raise ValueError(f"{annotations}: category ids must be given, each once; repair the file")
+        self.categories = _categories(dataset["categories"], annotations)
         self._label_of = {category.id: i + 1 for i, category in enumerate(self.categories)}
-        images: list[dict[str, Any]] = [_image(entry, annotations) for entry in dataset["images"]]
-        if not images:
-            raise ValueError(f"{annotations} lists no images; give a file with at least one")
-        _check_once([entry["id"] for entry in images], "image id", annotations)
+        images: list[dict[str, Any]] = dataset["images"]
+        _check_images(images, folder, annotations)
         _check_once([a.get("id") for a in dataset["annotations"]], "annotation id", annotations)
-        _check_files(images, folder, annotations)
         by_id = {entry["id"]: entry for entry in images}
         objects: dict[int, list[dict[str, Any]]] = {number: [] for number in by_id}
         for annotation in dataset["annotations"]:
@@ -119,27 +119,18 @@ class CocoImages:
     def truth(self) -> COCO:
         """The chosen images and all their annotations; a new object each time, because pycocotools changes it."""
         records = [self._record(i) for i in range(len(self))]
-        return coco_of(
-            {
-                "images": [entry for entry, _ in records],
-                "annotations": [annotation for _, annotations in records for annotation in annotations],
-                "categories": [{"id": category.id, "name": category.name} for category in self.categories],
-            }
-        )
+        images, annotations = [entry for entry, _ in records], [one for _, objects in records for one in objects]
+        categories = [vars(category) for category in self.categories]
+        return coco_of({"images": images, "annotations": annotations, "categories": categories})
 
     def _record(self, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         number = int(self.chosen[index])
-        entry, annotations = json.loads(
-            self._text[self._ends[number - 1] if number else 0 : self._ends[number]].tobytes()
-        )
+        start = self._ends[number - 1] if number else 0
+        entry, annotations = json.loads(self._text[start : self._ends[number]].tobytes())
         return entry, annotations
 
     def label(self, annotation: dict[str, Any]) -> int:
         return self._label_of[annotation["category_id"]]
-
-    def names(self) -> dict[int, str]:
-        """The classes' names by their category ids."""
-        return {category.id: category.name for category in self.categories}
 
     def with_objects(self) -> CocoImages:
         """The images with objects to learn from."""
@@ -207,34 +198,35 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(dataset)
 
 
-def _category(entry: dict[str, Any], path: Path) -> Category:
-    if not isinstance(entry.get("id"), int) or not isinstance(entry.get("name"), str):
-        raise ValueError(f"{path}: category {entry} needs a whole number 'id' and a 'name'")
-    return Category(entry["id"], entry["name"])
+def _categories(entries: Sequence[dict[str, Any]], path: Path) -> tuple[Category, ...]:
+    for entry in entries:
+        if not isinstance(entry.get("id"), int) or not isinstance(entry.get("name"), str):
+            raise ValueError(f"{path}: category {entry} needs a whole number 'id' and a 'name'")
+    if len({entry["id"] for entry in entries}) < len(entries) or not entries:
+        raise ValueError(f"{path}: category ids must be given, each once; repair the file")
+    return tuple(sorted((Category(entry["id"], entry["name"]) for entry in entries), key=lambda c: c.id))
 
 
-def _image(entry: dict[str, Any], path: Path) -> dict[str, Any]:
-    name = entry.get("file_name")
-    if not isinstance(entry.get("id"), int) or not isinstance(name, str):
-        raise ValueError(f"{path}: image {entry} needs a whole number 'id' and a 'file_name'")
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{path}: image {entry['id']} has file_name {name!r}; it must lie below the image folder")
-    for side in ("height", "width"):
-        if not isinstance(entry.get(side), int) or entry[side] < 1:
-            where = f"{path}: {name} (image id {entry['id']})"
-            raise ValueError(f"{where} has {side} {entry.get(side)}; it must be 1 or more")
-    return entry
-
-
-def _check_files(images: Sequence[dict[str, Any]], folder: Path, file: Path) -> None:
+def _check_images(images: Sequence[dict[str, Any]], folder: Path, path: Path) -> None:
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; it should hold the images that {file.name} lists")
-    present = {path.name for path in folder.iterdir()}
+        raise ValueError(f"{folder} is not a folder; it should hold the images that {path.name} lists")
+    if not images:
+        raise ValueError(f"{path} lists no images; give a file with at least one")
+    present = {file.name for file in folder.iterdir()}
     for entry in images:
-        name = entry["file_name"]
+        number, name = entry.get("id"), entry.get("file_name")
+        if not isinstance(number, int) or not isinstance(name, str):
+            raise ValueError(f"{path}: image {entry} needs a whole number 'id' and a 'file_name'")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{path}: image {number} has file_name {name!r}; it must lie below the image folder")
+        for side in ("height", "width"):
+            if not isinstance(entry.get(side), int) or entry[side] < 1:
+                size = f"has {side} {entry.get(side)}; it must be 1 or more"
+                raise ValueError(f"{path}: {name} (image id {number}) {size}")
         if name not in present and not (folder / name).is_file():
-            where = f"{folder / name} (image id {entry['id']} in {file.name})"
+            where = f"{folder / name} (image id {number} in {path.name})"
             raise ValueError(f"{where} does not exist; is this the right image folder?")
+    _check_once([entry["id"] for entry in images], "image id", path)
 
 
 def _check_once(ids: Sequence[Any], what: str, path: Path) -> None:
@@ -248,7 +240,7 @@ def _check_once(ids: Sequence[Any], what: str, path: Path) -> None:
 
 
 def _check(annotation: dict[str, Any], images: dict[int, Any], labels: dict[int, int], path: Path) -> None:
-    """Raises with the image's name where something is wrong; fills in `iscrowd` and `area` where they are missing."""
+    """Names the image where something is wrong; fills in `iscrowd` and `area` where they are missing."""
     number, image_id = annotation["id"], annotation.get("image_id")
     if image_id not in images:
         raise ValueError(f"{path}: annotation {number} is for image id {image_id}, which is not in its images")
@@ -290,6 +282,6 @@ def _wrong_shape(shape: Any, entry: dict[str, Any]) -> str | None:
 
 
 def _has_area(box: Sequence[float], entry: dict[str, Any]) -> bool:
+    """Inside the image."""
     x, y, width, height = box
-    inside = min(x + width, entry["width"]) - max(x, 0), min(y + height, entry["height"]) - max(y, 0)
-    return bool(inside[0] > 0 and inside[1] > 0)
+    return bool(min(x + width, entry["width"]) > max(x, 0) and min(y + height, entry["height"]) > max(y, 0))

@@ -20,7 +20,7 @@ from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode
 from patchmix.data.loader import one_pass
 from patchmix.data.views import to_float
 from patchmix.device import autocast_dtype, resolve_device
-from patchmix.evaluate.detection.coco import Category, CocoImages, mask_of
+from patchmix.evaluate.detection.coco import Category, CocoImages, mask_of, names_of
 from patchmix.evaluate.detection.model import Detection, Detector, load_detector
 from patchmix.evaluate.detection.views import FittedViews
 from patchmix.evaluate.features import gather_rows
@@ -54,18 +54,16 @@ def detect_all(
     detector.eval()
     lines: list[str] = []
     errors: list[str] = []
-    rank, world_size = distributed.rank(), distributed.world_size()
+    share = {"rank": distributed.rank(), "world_size": distributed.world_size()}
     views = FittedViews(size=image_size, mean=mean)
     try:
-        with progress_bar("detection", -(-len(source) // world_size), distributed.is_main()) as advance:
-            for batch in one_pass(
-                source, views, batch_size=batch_size, workers=workers, rank=rank, world_size=world_size
-            ):
+        with progress_bar("detection", -(-len(source) // share["world_size"]), distributed.is_main()) as advance:
+            for batch in one_pass(source, views, batch_size=batch_size, workers=workers, **share):
                 errors += batch.bad
-                detections = detect_batch(detector, batch.views, mean=mean, std=std, device=device)
+                detections = detect_batch(detector, batch.views, source.categories, mean=mean, std=std, device=device)
                 for index, entries in zip(batch.indices.tolist(), detections, strict=True):
                     image_id = source.entry(index)["id"]
-                    named = [as_entry(one, source.categories) | {"image_id": image_id} for one in entries]
+                    named = [entry | {"image_id": image_id} for entry in entries]
                     lines.append(json.dumps({"index": index, "entries": named}))
                 advance(len(detections))
     except ValueError as error:  # raised on all processes below: the others would wait for this one
@@ -82,12 +80,15 @@ def detect_all(
 
 @torch.no_grad()
 def detect_batch(
-    detector: Detector, views: Sequence[Tensor], *, mean: Sequence[float], std: Sequence[float], device: torch.device
+    detector: Detector,
+    views: Sequence[Tensor],
+    categories: Sequence[Category],
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    device: torch.device,
 ) -> list[list[Entry]]:
-    """What `FittedViews` made → for each image its detections, best first, in the original image's pixels.
-
-    Entries have "label" (1 … K), "bbox", "score" and "segmentation".
-    """
+    """What `FittedViews` made → for each image its detections, best first, in the original image's pixels."""
     pixels, sizes = views
     if not len(pixels):
         return []
@@ -96,10 +97,10 @@ def detect_batch(
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         detections = detector(to_float(pixels.to(device), mean, std), visible)
     assert isinstance(detections, list)
-    return [_entries(one, row) for one, row in zip(detections, sizes.tolist(), strict=True)]
+    return [_entries(one, row, categories) for one, row in zip(detections, sizes.tolist(), strict=True)]
 
 
-def _entries(detection: Detection, size: Sequence[int]) -> list[Entry]:
+def _entries(detection: Detection, size: Sequence[int], categories: Sequence[Category]) -> list[Entry]:
     seen_height, seen_width, height, width = size
     boxes = detection["boxes"].float().cpu()
     boxes = boxes / torch.tensor([seen_width, seen_height] * 2) * torch.tensor([width, height] * 2)
@@ -112,19 +113,13 @@ def _entries(detection: Detection, size: Sequence[int]) -> list[Entry]:
         x0, y0, x1, y1 = box.tolist()
         entries.append(
             {
-                "label": label,
+                "category_id": categories[label - 1].id,
                 "bbox": [round(value, 3) for value in (x0, y0, x1 - x0, y1 - y0)],
                 "score": round(score, 7),
                 "segmentation": {"size": [height, width], "counts": coded["counts"].decode()},
             }
         )
     return entries
-
-
-def as_entry(detection: Entry, categories: Sequence[Category]) -> Entry:
-    """The label's own category id in place of the label."""
-    entry = {key: value for key, value in detection.items() if key != "label"}
-    return {"category_id": categories[detection["label"] - 1].id, **entry}
 
 
 def gather_text(text: str, device: torch.device) -> str:
@@ -142,7 +137,7 @@ def predict(settings: Detect) -> list[Path]:
     device = resolve_device(settings.device)
     network = file.detector().to(device)
     views = FittedViews(size=file.shape.image_size, mean=file.mean)
-    names = {category.id: category.name for category in file.categories}
+    names = names_of(file.categories)
     listed, written = [], list[Path]()
     for path in _image_files(settings.predict):
         try:
@@ -151,10 +146,9 @@ def predict(settings: Detect) -> list[Path]:
             raise ValueError(f"{path} can't be read ({error.strerror}); give image files or folders") from error
         except DecodeError as error:
             raise ValueError(f"{error}; give image files or folders") from error
-        arrays = views([pixels], epoch=0, indices=np.zeros(1, np.int64))
-        made = [torch.from_numpy(array) for array in arrays]
-        detections = detect_batch(network, made, mean=file.mean, std=file.std, device=device)[0]
-        kept = [as_entry(one, file.categories) for one in detections if one["score"] >= settings.threshold]
+        made = [torch.from_numpy(array) for array in views([pixels], epoch=0, indices=np.zeros(1, np.int64))]
+        detections = detect_batch(network, made, file.categories, mean=file.mean, std=file.std, device=device)[0]
+        kept = [one for one in detections if one["score"] >= settings.threshold]
         written.append(_free_name(out, path.stem, written))
         write_picture(written[-1], draw(pixels, kept, names))
         objects = [one | {"name": names[one["category_id"]]} for one in kept]
@@ -223,7 +217,7 @@ def save_pictures(
     for index in range(min(count, len(source))):
         entry = source.entry(index)
         found = [one for one in entries if one["image_id"] == entry["id"] and one["score"] >= threshold]
-        picture = beside_truth(source.load(index), source.annotations(index), found, source.names())
+        picture = beside_truth(source.load(index), source.annotations(index), found, names_of(source.categories))
         write_picture(folder / f"{Path(entry['file_name']).stem}.png", picture)
 
 

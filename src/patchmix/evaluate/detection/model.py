@@ -58,10 +58,8 @@ class Detector(nn.Module):
     def __init__(self, backbone: Pyramid, classes: int, *, shape: Shape, rois_per_image: int = 512) -> None:
         super().__init__()
         channels, head_dim = shape.channels, shape.head_dim
-        anchors = AnchorGenerator(
-            sizes=tuple((shape.smallest_anchor * 2**level,) for level in range(5)),
-            aspect_ratios=((0.5, 1.0, 2.0),) * 5,
-        )
+        sizes = tuple((shape.smallest_anchor * 2**level,) for level in range(5))
+        anchors = AnchorGenerator(sizes, aspect_ratios=((0.5, 1.0, 2.0),) * 5)
         parts = MaskRCNN(
             backbone,
             rpn_anchor_generator=anchors,
@@ -86,10 +84,7 @@ class Detector(nn.Module):
     def forward(
         self, images: Tensor, sizes: list[tuple[int, int]], targets: list[Target] | None = None
     ) -> dict[str, Tensor] | list[Detection]:
-        """images: normalized (N, 3, S, S); sizes: the part of each canvas that is image, (height, width).
-
-        In training the losses by name, in evaluation one `Detection` for each image.
-        """
+        """images: normalized (N, 3, S, S); sizes: height and width of the part of each canvas that is image."""
         channels = int(self.backbone.tokens.encoder.patch_embed.proj.in_channels)
         levels = self.backbone(as_channels(images, channels))
         proposals, proposal_losses = self.rpn(ImageList(images, sizes), levels, targets)
@@ -102,12 +97,12 @@ class Detector(nn.Module):
 class RegionPooling(nn.Module):
     """Features of `side` × `side` for each region, from the level that fits its size (FPN's equation 1).
 
-    torchvision's own pooling derives the strides from the visible sizes of the first images and keeps them, which
-    is wrong on canvases that jitter leaves mostly empty. As in detectron2, samples are at pixel centers (`aligned`).
+    A region of `middle` px is pooled from stride 16, of half of it from stride 8, and so on. torchvision's own pooling
+    derives the strides from the visible sizes of the first images, which is wrong on canvases that jitter leaves
+    mostly empty. As in detectron2, samples are at pixel centers (`aligned`).
     """
 
     def __init__(self, side: int, *, middle: float) -> None:
-        """middle: the side in px of a region that is pooled from stride 16; half of it goes to stride 8, and so on."""
         super().__init__()
         self.side, self.middle = side, middle
 
@@ -174,14 +169,13 @@ class DetectorFile:
     std: tuple[float, ...]
     origin: dict[str, Any] = field(default_factory=dict)
 
-    def detector(self) -> Detector:
-        """The network with these weights, in evaluation mode."""
-        detector = build_detector(self.architecture, len(self.categories), self.shape)
+    def detector(self, **options: Any) -> Detector:
+        """The network with these weights, in evaluation mode; `options` of `build_detector`."""
+        detector = build_detector(self.architecture, len(self.categories), self.shape, **options)
         detector.load_state_dict(self.weights)
         return detector.eval()
 
     def digest(self) -> str:
-        """SHA-256 over names and values."""
         return digest(self.weights)
 
     def header(self) -> str:
@@ -191,7 +185,6 @@ class DetectorFile:
         return json.dumps(header, sort_keys=True)
 
     def save(self, path: Path) -> None:
-        """Written to a temporary name, then renamed."""
         save_weights(self.weights, path, {_METADATA: self.header()})
 
 
@@ -203,24 +196,17 @@ def load_detector(path: Path) -> DetectorFile:
         header, weights = metadata[_METADATA], entries
     elif isinstance(entries.get("identity"), dict) and "detector" in entries["identity"]:
         header = entries["identity"]["detector"]
-        prefix = "encoder."  # the detector is what the training method calls its encoder
-        weights = {
-            name.removeprefix(prefix): tensor for name, tensor in entries["method"].items() if name.startswith(prefix)
-        }
+        tensors = entries["method"].items()  # the detector is what the training method calls its encoder
+        weights = {name[len("encoder.") :]: tensor for name, tensor in tensors if name.startswith("encoder.")}
     else:
         raise ValueError(f"{file} is not a detector; give a {FILE} or a checkpoint that `patchmix detect` wrote")
     try:
         parsed = json.loads(header)
         pyramid = parsed["shape"].pop("pyramid", "fpn")  # in files of version 0.1
-        detector = DetectorFile(
-            Architecture(**parsed["architecture"]),
-            Shape(**parsed["shape"]),
-            tuple(Category(**category) for category in parsed["categories"]),
-            weights,
-            tuple(parsed["mean"]),
-            tuple(parsed["std"]),
-            parsed["origin"],
-        )
+        architecture, shape = Architecture(**parsed["architecture"]), Shape(**parsed["shape"])
+        categories = tuple(Category(**category) for category in parsed["categories"])
+        mean, std = tuple(parsed["mean"]), tuple(parsed["std"])
+        detector = DetectorFile(architecture, shape, categories, weights, mean, std, parsed["origin"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} has damaged metadata ({error}); use another checkpoint of its training") from error
     if pyramid != "fpn":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from patchmix.evaluate.detection.coco import CocoImages, coco_of, silence
@@ -32,11 +32,14 @@ class Scores:
 def score(source: CocoImages, entries: Sequence[Entry]) -> Scores:
     """pycocotools' scores of detections in the images of `source`; all entries count for boxes and for masks."""
     metrics: dict[str, float] = {}
-    classes = _class_rows(source)
+    counts = Counter(a["category_id"] for a in source.truth().dataset["annotations"] if not a["iscrowd"])
+    classes: list[dict[str, Any]] = [vars(c) | {"objects": counts[c.id]} for c in source.categories]
     for name, kind in KINDS.items():
         truth = source.truth()
         with silence():
-            evaluation = COCOeval(truth, _results(truth, part_of(entries, kind)), iouType=kind)
+            part = part_of(entries, kind)  # loadRes needs at least one
+            detections = truth.loadRes(part) if part else coco_of(truth.dataset | {"annotations": []})
+            evaluation = COCOeval(truth, detections, iouType=kind)
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
@@ -64,19 +67,3 @@ def save_detections(folder: Path, entries: Sequence[Entry]) -> None:
     """detections.bbox.json and detections.segm.json: what COCO's own tools and server take."""
     for kind in KINDS.values():
         write_text(folder / f"detections.{kind}.json", json.dumps(part_of(entries, kind)))
-
-
-def _results(truth: COCO, entries: list[Entry]) -> COCO:
-    if entries:
-        return truth.loadRes(entries)
-    return coco_of(  # loadRes needs at least one
-        {"images": truth.dataset["images"], "annotations": [], "categories": truth.dataset["categories"]}
-    )
-
-
-def _class_rows(source: CocoImages) -> list[dict[str, Any]]:
-    counts = {category.id: 0 for category in source.categories}
-    for index in range(len(source)):
-        for annotation in source.annotations(index):
-            counts[annotation["category_id"]] += not annotation["iscrowd"]
-    return [{"id": c.id, "name": c.name, "objects": counts[c.id]} for c in source.categories]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from patchmix import distributed
 from patchmix.data.loader import Batch
 from patchmix.data.views import to_float
 from patchmix.device import resolve_device
-from patchmix.evaluate.detection.coco import CocoImages, open_split
+from patchmix.evaluate.detection.coco import CocoImages, names_of, open_split
 from patchmix.evaluate.detection.inference import Entry, detect_all, gather_text, predict, save_pictures
 from patchmix.evaluate.detection.model import (
     FILE,
@@ -40,6 +40,7 @@ _NOT_RECORDED = {  # in results and checkpoints
     *("weights", "data", "out", "eval_only", "predict", "threshold", "pictures", "model", "start", "train", "val"),
     *("train_images", "train_annotations", "val_images", "val_annotations", "encoder", "device", "workers"),
 }
+Detections = tuple[list[Entry], Scores]
 _LOSSES = {  # torchvision's names and ours
     "loss_objectness": "proposal_object",
     "loss_rpn_box_reg": "proposal_box",
@@ -55,11 +56,10 @@ def detect(settings: Detect, backbone: Backbone | None = None) -> Result | list[
     With `eval_only` a trained detector is evaluated, with `predict` its detections are drawn (see `predict`).
     WEIGHTS "scratch" begins with a random encoder of the architecture `model`, or, with `start`, with a detector that
     was trained before: its shape (image size, window, …) overrules the settings; where its classes are others, only
-    the layers that name classes begin anew. One line is added to results.jsonl. In a folder detect-… beside it:
-    settings.json, metrics.jsonl, checkpoints, detector.safetensors, the detections of the last evaluation as COCO's
-    result files, and some of them drawn beside the truth. Metrics: box_ap, box_ap50, box_ap75, box_ap_small,
-    box_ap_medium, box_ap_large and the same with mask_, in 0…1; `details["classes"]` has the AP of every class.
-    `backbone` takes the place of `settings.weights`.
+    the layers that name classes begin anew. One line is added to results.jsonl, and a folder detect-… beside it gets
+    the log, checkpoints, detector.safetensors, and the detections as COCO's result files and as pictures. Metrics:
+    box_ap, box_ap50, box_ap75, box_ap_small, box_ap_medium, box_ap_large and the same with mask_, in 0…1;
+    `details["classes"]` has the AP of every class. `backbone` takes the place of `settings.weights`.
     """
     if settings.predict:
         distributed.check_alone("patchmix detect --predict")
@@ -130,7 +130,7 @@ def _evaluate_trained(settings: Detect, data: Path, device: torch.device) -> Res
             f"({_first_difference(val, file)}); evaluate on annotations with the same categories"
         )
     val.with_objects()
-    detections = evaluate(file.detector().to(device), file, val, device=device, workers=settings.workers)
+    detections = evaluate(file.detector().to(device), file, val, device, settings.workers)
     name, record = f"detector {Path(settings.weights).name}", vars(file.shape) | {"val": val.name, "trained": False}
     out, details = settings.out, {"detector": settings.weights}
     return _result(detections, val, settings, out, out, name, file.digest(), record, details)
@@ -147,13 +147,13 @@ def _result(
     record: dict[str, Any],
     details: dict[str, Any],
 ) -> Result:
-    """The result, written to `out`, and in `folder` the detections as COCO's result files and some of them drawn."""
-    metrics, details = detections.scores.metrics, details | {"classes": detections.scores.classes}
-    data = str(settings.data)
-    result = Result("detect", metrics, len(val), data, val.fingerprint(), encoder, weights, record, details)
+    """The result, written to `out`; in `folder` the detections as COCO's result files, and some of them drawn."""
+    entries, scores = detections
+    origin = str(settings.data), val.fingerprint(), encoder, weights
+    result = Result("detect", scores.metrics, len(val), *origin, record, details | {"classes": scores.classes})
     if folder is not None and out is not None and distributed.is_main():
-        save_detections(folder, detections.entries)
-        save_pictures(folder / "pictures", val, detections.entries, count=settings.pictures)
+        save_detections(folder, entries)
+        save_pictures(folder / "pictures", val, entries, count=settings.pictures)
         append_result(out, result)
     distributed.barrier()
     return result
@@ -197,30 +197,13 @@ def layer_groups(detector: Detector, layer_decay: float) -> list[dict[str, Any]]
     ]
 
 
-@dataclass
-class Detections:
-    """What the last evaluation found, and how good it is."""
-
-    entries: list[Entry]
-    scores: Scores
-
-
-def evaluate(
-    detector: Detector, file: DetectorFile, val: CocoImages, *, device: torch.device, workers: int
-) -> Detections:
+def evaluate(detector: Detector, file: DetectorFile, val: CocoImages, device: torch.device, workers: int) -> Detections:
     """Detections and their scores, the same on every process."""
-    entries = detect_all(
-        detector,
-        val,
-        image_size=file.shape.image_size,
-        mean=file.mean,
-        std=file.std,
-        device=device,
-        workers=workers,
-    )
+    size, mean, std = file.shape.image_size, file.mean, file.std
+    entries = detect_all(detector, val, image_size=size, mean=mean, std=std, device=device, workers=workers)
     # pycocotools takes minutes for COCO's validation images: one process runs it and sends its scores.
     text = json.dumps(vars(score(val, entries))) if distributed.is_main() else ""
-    return Detections(entries, Scores(**json.loads(gather_text(text, device))))
+    return entries, Scores(**json.loads(gather_text(text, device)))
 
 
 def _train(
@@ -234,15 +217,8 @@ def _train(
     identity: dict[str, Any],
 ) -> tuple[dict[str, float], Detections, DetectorFile]:
     """Trains to the end, from the newest checkpoint in `folder` if there is one; last values, detections, weights."""
-    detector = build_detector(
-        file.architecture,
-        len(file.categories),
-        file.shape,
-        drop_path=settings.drop_path,
-        rois_per_image=settings.rois_per_image,
-        recompute=settings.recompute,
-    )
-    detector.load_state_dict(file.weights)
+    options = {name: getattr(settings, name) for name in ("drop_path", "rois_per_image", "recompute")}
+    detector = file.detector(**options)
     method = DetectMethod(detector).to(device).train()
     last: list[Detections] = []
 
@@ -254,8 +230,8 @@ def _train(
         assert isinstance(detector, Detector)
         if int(method.scores.steps) == 0:
             return  # COCO's 5,000 images take minutes, and an untrained detector finds nothing
-        last[:] = [evaluate(detector, file, val, device=device, workers=settings.workers)]
-        yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0].scores.metrics}.items()
+        last[:] = [evaluate(detector, file, val, device, settings.workers)]
+        yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0][1].metrics}.items()
 
     size, seed = file.shape.image_size, settings.seed
     values = fit(
@@ -314,6 +290,6 @@ def _new_detector(
 
 
 def _first_difference(one: CocoImages | DetectorFile, other: CocoImages | DetectorFile) -> str:
-    left, right = ({category.id: category.name for category in each.categories} for each in (one, other))
+    left, right = names_of(one.categories), names_of(other.categories)
     number = min(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
     return f"id {number} is {left.get(number, 'missing')} and {right.get(number, 'missing')}"

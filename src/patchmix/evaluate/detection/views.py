@@ -64,10 +64,8 @@ def place_image(image: Pixels, where: Placement, size: int, fill: Sequence[int])
     """uint8 (H, W, 3) → (S, S, 3); `fill` is the color of the empty part."""
     if where.flip:
         image = np.ascontiguousarray(image[:, ::-1])
-    smaller = where.height < image.shape[0]
-    resized = cv2.resize(
-        image, (where.width, where.height), interpolation=cv2.INTER_AREA if smaller else cv2.INTER_LINEAR
-    )
+    method = cv2.INTER_AREA if where.height < image.shape[0] else cv2.INTER_LINEAR
+    resized = cv2.resize(image, (where.width, where.height), interpolation=method)
     height, width = where.visible(size)
     canvas = np.empty((size, size, 3), np.uint8)
     canvas[:] = np.asarray(fill, np.uint8)
@@ -109,14 +107,7 @@ class TrainingViews:
     """The loader's transform for training: (images, which ones) → the arrays that `unpack` turns into targets."""
 
     def __init__(
-        self,
-        source: CocoImages,
-        *,
-        size: int,
-        scale: tuple[float, float],
-        flip: bool,
-        mean: Sequence[float],
-        seed: int,
+        self, source: CocoImages, *, size: int, scale: tuple[float, float], flip: bool, mean: Sequence[float], seed: int
     ) -> None:
         self._source, self._size, self._scale, self._flip, self._seed = source, size, scale, flip, seed
         self._fill = canvas_color(mean)
