@@ -3,8 +3,6 @@
 Shapes: N images of the source that can be decoded, D = the encoder's width.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import hashlib
@@ -59,7 +57,7 @@ class Features:
     indices: Tensor  # (N,), positions in the source
 
     @staticmethod
-    def of(source: Source, vectors: Tensor, indices: Tensor) -> Features:
+    def of(source: Source, vectors: Tensor, indices: Tensor) -> "Features":
         return Features(vectors, None if source.labels is None else torch.from_numpy(source.labels)[indices], indices)
 
 

@@ -5,8 +5,6 @@ timm draws from the global generators of Python, NumPy and torch. Here they are 
 it nor on where a run was resumed. Shapes: N images, K classes.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

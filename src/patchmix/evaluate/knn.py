@@ -3,8 +3,6 @@
 Shapes: B images in the bank, Q queries, D = the encoder's width, K = the largest k.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

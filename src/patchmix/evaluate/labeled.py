@@ -1,7 +1,5 @@
 """Labeled data to evaluate a backbone on: a training part, and a test part where there is one."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,7 @@ class Labeled:
     def fingerprint(self) -> str:
         return self.train.fingerprint() + (f"+{self.test.fingerprint()}" if self.test is not None else "")
 
-    def with_test(self) -> Labeled:
+    def with_test(self) -> "Labeled":
         """The same where there is a test part; else a fifth of each class's training images becomes it."""
         if self.test is not None:
             return self

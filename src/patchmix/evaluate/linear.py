@@ -3,8 +3,6 @@
 Shapes: N images, D = the encoder's width, K classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What is evaluated during pre-training: the health of the features, and kNN where images have labels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

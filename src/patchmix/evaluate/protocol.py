@@ -1,7 +1,5 @@
 """What the protocols share: opening encoder and data, training on labels through the one loop, writing the result."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What an evaluation found, with everything needed to repeat it: a line of results.jsonl, and a table for people."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

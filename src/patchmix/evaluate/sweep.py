@@ -8,8 +8,6 @@ principal axes of the features, each divided by its axis's variance. That change
 Shapes: N images, D features, C candidates, K classes, n images in a batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Shapes: N images of H × W px, patches of p px, tokens of dim D, C channels in e
 in windowed attention h × w patch tokens, P prefix tokens (the class token), K windows.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A folder in COCO's layout: its images and objects, checked against each other before any training starts."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -132,14 +130,14 @@ class CocoImages:
     def label(self, annotation: dict[str, Any]) -> int:
         return self._label_of[annotation["category_id"]]
 
-    def with_objects(self) -> CocoImages:
+    def with_objects(self) -> "CocoImages":
         """The images with objects to learn from."""
         kept = [i for i in range(len(self)) if self.objects(i)]
         if not kept:
             raise ValueError(f"{self._file} has no object in any image; there is nothing to learn from")
         return self.only(kept)
 
-    def only(self, positions: Sequence[int]) -> CocoImages:
+    def only(self, positions: Sequence[int]) -> "CocoImages":
         """Some of the images, by position."""
         other = object.__new__(CocoImages)
         other.__dict__.update(self.__dict__)

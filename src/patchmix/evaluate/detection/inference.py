@@ -1,7 +1,5 @@
 """What a detector finds: in a set of images, shared by all processes, as COCO's result entries; and pictures of it."""
 
-from __future__ import annotations
-
 import colorsys
 import json
 from collections.abc import Mapping, Sequence

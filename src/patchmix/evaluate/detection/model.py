@@ -3,8 +3,6 @@
 Shapes: N images, S the canvas's side, K classes without the background.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import dataclass, field

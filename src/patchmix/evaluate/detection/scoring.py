@@ -1,7 +1,5 @@
 """Average precision by pycocotools, for boxes and for masks, over all classes and for each."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Transfer to COCO: Mask R-CNN is trained on a pre-trained ViT, or a trained detector is evaluated."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Shapes: N images, S the canvas's side, T objects of all N images together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
