@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -132,25 +133,6 @@ def gather(x: Tensor) -> Tensor:
     return out
 
 
-class _GatherWithGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-        return gather(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
-        grad = grads[0].contiguous().clone()
-        dist.all_reduce(grad)
-        return grad.chunk(world_size())[rank()]
-
-
-def gather_with_gradient(x: Tensor) -> Tensor:
-    """As `gather`; x's gradient is the sum over what all ranks do with it. (n, …) → (n·world, …)."""
-    if world_size() == 1:
-        return x
-    return _GatherWithGradient.apply(x)  # type: ignore[no-any-return]
-
-
 def broadcast_float(value: float, device: torch.device) -> float:
     """Rank 0's value on every rank."""
     if world_size() == 1:
@@ -171,11 +153,7 @@ def average(values: dict[str, float], device: torch.device) -> dict[str, float]:
 
 def any_process(flag: bool, device: torch.device) -> bool:
     """Whether the flag is true on any rank."""
-    if world_size() == 1:
-        return flag
-    tensor = torch.tensor(float(flag), device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return bool(tensor)
+    return average({"flag": float(flag)}, device)["flag"] > 0
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -197,3 +175,9 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     if world_size() == 1:
         return x
     return _AllReduceSum.apply(x)  # type: ignore[no-any-return]
+
+
+def gather_with_gradient(x: Tensor) -> Tensor:
+    """As `gather`; x's gradient is the sum over what all ranks do with it. (n, …) → (n·world, …)."""
+    before, after = rank() * len(x), (world_size() - rank() - 1) * len(x)
+    return all_reduce_sum(F.pad(x, (*[0] * 2 * (x.ndim - 1), before, after)))  # zeros where the other ranks' rows are

@@ -14,14 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 RENDEZVOUS = "PATCHMIX_RENDEZVOUS"  # as in distributed.py, which needs torch
 LOST_PEER = 4  # exit code of a process that ended because another one did
 GRACE_SECONDS = 20.0  # for the others to notice a failure and end, and again after SIGTERM
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 Processes = list[subprocess.Popen[bytes]]
 
@@ -32,14 +33,27 @@ def launch(arguments: Sequence[str], devices: int) -> int:
     Rank 0 owns the console. The error output of another rank is shown only if it caused the failure.
     """
     workers: Processes = []
-    with tempfile.TemporaryDirectory(prefix="patchmix-") as folder, _forward_signals(workers) as received:
+    received: list[int] = []
+
+    def forward(signum: int, frame: FrameType | None) -> None:  # workers are not in the terminal's process group
+        received.append(signum)
+        for worker in workers:
+            worker.send_signal(signum)
+
+    previous = {signum: signal.signal(signum, forward) for signum in (signal.SIGINT, signal.SIGTERM)}
+    with tempfile.TemporaryDirectory(prefix="patchmix-") as folder:
         errors = [Path(folder) / f"{rank}.err" for rank in range(devices)]
-        for rank in range(devices):
-            workers.append(_start(arguments, rank, devices, Path(folder) / "store", errors[rank]))
-        codes = _wait(workers)
-        for signum in received:
-            if -signum in codes:  # it arrived before there was anything to save
-                return 128 + signum
+        try:
+            for rank in range(devices):
+                workers.append(_start(arguments, rank, devices, Path(folder) / "store", errors[rank]))
+            codes = _wait(workers)
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+            _end(workers)
+        early = [number for number in received if -number in codes]  # before there was anything to save
+        if early:
+            return 128 + early[0]
         rank = _culprit(codes)
         code = codes[rank]
         if code < 0:
@@ -49,25 +63,6 @@ def launch(arguments: Sequence[str], devices: int) -> int:
         elif rank > 0:
             sys.stderr.write(errors[rank].read_text(encoding="utf-8", errors="replace"))
         return 128 - code if code < 0 else code
-
-
-@contextmanager
-def _forward_signals(workers: Processes) -> Iterator[list[int]]:
-    """Sends SIGINT and SIGTERM on to the workers, which are not in the terminal's process group; ends them at last."""
-    received: list[int] = []
-
-    def forward(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        for worker in workers:
-            worker.send_signal(signum)
-
-    previous = {signum: signal.signal(signum, forward) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-        _end(workers)
 
 
 def _start(arguments: Sequence[str], rank: int, devices: int, store: Path, error: Path) -> subprocess.Popen[bytes]:
@@ -83,6 +78,9 @@ def _start(arguments: Sequence[str], rank: int, devices: int, store: Path, error
         "LOCAL_WORLD_SIZE": str(devices),
         RENDEZVOUS: store.as_uri(),
     }
+    end_with_parent = None
+    if sys.platform == "linux":  # SIGTERM when the launcher is killed: the worker writes its checkpoint and ends
+        end_with_parent = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     with error.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "patchmix", *arguments],
@@ -91,7 +89,7 @@ def _start(arguments: Sequence[str], rank: int, devices: int, store: Path, error
             stdout=subprocess.DEVNULL if rank else None,
             stderr=file if rank else None,
             start_new_session=True,
-            preexec_fn=_follow_parent(),
+            preexec_fn=end_with_parent,
         )
 
 
@@ -130,11 +128,3 @@ def _culprit(codes: Sequence[int]) -> int:
 def usable_cores() -> int:
     """Those that this process may use; in a container often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _follow_parent() -> Callable[[], None] | None:
-    """A worker whose launcher is killed gets SIGTERM: it writes its checkpoint and ends. Linux only."""
-    if sys.platform != "linux":
-        return None
-    prctl, set_parent_death_signal = ctypes.CDLL(None).prctl, 1
-    return lambda: prctl(set_parent_death_signal, signal.SIGTERM)

@@ -7,6 +7,7 @@ and mix-to-origin, and to M for mix-to-mix as printed in the paper (Eq. 12).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,15 @@ def cross_entropy(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
     """−Σ_k target_k · log softmax_k(logits / τ) of each row: (…, K), (…, K) → (…), in fp32 under any autocast."""
     with torch.autocast(logits.device.type, enabled=False):
         return -(target * F.log_softmax(logits.float() / temperature, dim=-1)).sum(dim=-1)
+
+
+def swapped_prediction(scores: Sequence[Tensor], targets: Sequence[Tensor], temperature: float) -> Tensor:
+    """The mean cross-entropy of every view's scores with the targets of each other view; the first views have targets.
+
+    scores: one (N, K) per view, targets: one (N, K) for each of the first views.
+    """
+    pairs = [(scores[j], targets[i]) for i in range(len(targets)) for j in range(len(scores)) if j != i]
+    return torch.stack([cross_entropy(s, t, temperature).mean() for s, t in pairs]).mean()
 
 
 def entropy(target: Tensor) -> Tensor:

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from patchmix.methods.method import Method
 from patchmix.methods.options import BYOLOptions
-from patchmix.nn.heads import BatchNorm
-from patchmix.nn.momentum import MomentumCopy
-from patchmix.nn.tokens import project
+from patchmix.nn import BatchNorm, MomentumCopy, project
 from patchmix.schedules import Cosine
 
 

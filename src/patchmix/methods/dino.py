@@ -10,14 +10,12 @@ from collections.abc import Sequence
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 
-from patchmix.losses import cross_entropy, entropy
+from patchmix.losses import entropy, swapped_prediction
 from patchmix.methods.method import Method
 from patchmix.methods.options import DINOOptions
-from patchmix.nn.heads import PrototypeHead
-from patchmix.nn.momentum import Center, MomentumCopy
-from patchmix.nn.tokens import project
+from patchmix.nn import Center, MomentumCopy, PrototypeHead, project
 from patchmix.schedules import Cosine, Linear
 
 
@@ -44,19 +42,6 @@ class DINO(Method):
             t = torch.stack(self.momentum_copy.project(*views[:2])).float()
             p = torch.softmax((t - self.center.value) / self.scalars["teacher_temperature"], dim=-1)  # (2, N, K)
             self.center.observe(t)
-        terms = [
-            cross_entropy(s[j], p[i], self.options.student_temperature).mean()  # H(P_t(x), P_s(x′)), Eq. 3
-            for i in (0, 1)
-            for j in range(len(views))
-            if j != i
-        ]
-        loss = torch.stack(terms).mean()
+        loss = swapped_prediction(s, p.unbind(), self.options.student_temperature)  # H(P_t(x), P_s(x′)), Eq. 3
         chance = torch.tensor(math.log(p.shape[-1]), device=loss.device)
         return {"loss": loss, "dino": loss, "dino/chance": chance, "dino/floor": entropy(p).mean()}
-
-    def fixed_parameters(self) -> list[nn.Parameter]:
-        return self.head.fixed_parameters()
-
-    def after_step(self, progress: float) -> None:
-        super().after_step(progress)
-        self.center.update()

@@ -13,14 +13,11 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from patchmix.losses import cross_entropy, entropy
+from patchmix.losses import cross_entropy, entropy, swapped_prediction
 from patchmix.methods.method import Method
 from patchmix.methods.options import IBOTOptions
 from patchmix.mixing import block_masks
-from patchmix.nn.heads import PrototypeHead
-from patchmix.nn.momentum import Center, MomentumCopy
-from patchmix.nn.tokens import all_tokens, project
-from patchmix.nn.vit import patch_size_of
+from patchmix.nn import Center, MomentumCopy, PrototypeHead, all_tokens, patch_size_of, project
 from patchmix.schedules import Cosine, Linear
 
 
@@ -66,8 +63,7 @@ class IBOT(Method):
             self.center_patch.observe(g.scores(z_patch.float().mean(dim=(0, 1), keepdim=True)))  # scores are linear
 
         tau = self.options.student_temperature
-        pairs = [(s[j], p[i * n : (i + 1) * n]) for i in (0, 1) for j in range(len(s)) if j != i]
-        cls = torch.stack([cross_entropy(x, y, tau).mean() for x, y in pairs]).mean()  # Eq. 2
+        cls = swapped_prediction(s, p.chunk(2), tau)  # Eq. 2
         # Each masked view counts once, however many of its patches are masked (Eq. 3).
         weight = (1.0 / mask.sum(dim=1, keepdim=True).clamp_min(1)).expand_as(mask)[mask] / len(both)
         mim = (weight * cross_entropy(s_masked, p_masked, tau)).sum()
@@ -93,11 +89,3 @@ class IBOT(Method):
             generator=self.generator,
         )
         return masks.to(images.device, non_blocking=True)
-
-    def fixed_parameters(self) -> list[nn.Parameter]:
-        return self.head.fixed_parameters()
-
-    def after_step(self, progress: float) -> None:
-        super().after_step(progress)
-        self.center.update()
-        self.center_patch.update()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchmix.nn.momentum import MomentumCopy
+from patchmix.nn import Center, MomentumCopy, PrototypeHead
 
 
 class Method(nn.Module):
@@ -38,13 +38,16 @@ class Method(nn.Module):
 
     def fixed_parameters(self) -> Iterable[nn.Parameter]:
         """What the optimizer skips in this step, moments included. It must have a gradient all the same."""
-        return ()
+        heads = [module for module in self.children() if isinstance(module, PrototypeHead)]
+        return [parameter for head in heads for parameter in head.fixed_parameters()]
 
     def after_step(self, progress: float) -> None:
-        """After the optimizer step: updates the momentum copy, if there is one. Methods with centers add theirs."""
+        """After the optimizer step: updates momentum copy and centers, where there are any."""
         for module in self.children():
             if isinstance(module, MomentumCopy):
                 self.scalars["momentum"] = module.update(progress)
+            elif isinstance(module, Center):
+                module.update()
 
 
 def _rename_centers(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -15,9 +15,7 @@ from patchmix import distributed
 from patchmix.losses import Contrasts, pad_targets
 from patchmix.methods.method import Method
 from patchmix.methods.options import MoCoV3Options
-from patchmix.nn.heads import mlp_head
-from patchmix.nn.momentum import MomentumCopy
-from patchmix.nn.tokens import project
+from patchmix.nn import MomentumCopy, mlp_head, project
 from patchmix.schedules import Cosine
 
 

@@ -17,10 +17,7 @@ from patchmix.losses import Contrasts, pad_targets, smooth
 from patchmix.methods.method import Method
 from patchmix.methods.options import PatchMixOptions
 from patchmix.mixing import Mix, create_mix, overlap
-from patchmix.nn.heads import mlp_head
-from patchmix.nn.momentum import MomentumCopy
-from patchmix.nn.tokens import project
-from patchmix.nn.vit import patch_size_of
+from patchmix.nn import MomentumCopy, mlp_head, patch_size_of, project
 from patchmix.schedules import Cosine
 
 

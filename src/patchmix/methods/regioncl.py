@@ -19,10 +19,7 @@ from patchmix.losses import Contrasts, pad_targets
 from patchmix.methods.method import Method
 from patchmix.methods.options import RegionCLOptions
 from patchmix.mixing import Region, RegionSwap, partners
-from patchmix.nn.heads import mlp_head
-from patchmix.nn.momentum import MomentumCopy
-from patchmix.nn.tokens import all_tokens, project
-from patchmix.nn.vit import patch_size_of
+from patchmix.nn import MomentumCopy, all_tokens, mlp_head, patch_size_of, project
 from patchmix.schedules import Cosine
 
 

@@ -15,10 +15,8 @@ from patchmix import distributed
 from patchmix.losses import Contrasts, pad_targets
 from patchmix.methods.method import Method
 from patchmix.methods.options import SDMPOptions
-from patchmix.mixing import CutMix, Mixup, OneOf, ResizeMix, overlap
-from patchmix.nn.heads import mlp_head
-from patchmix.nn.momentum import MomentumCopy
-from patchmix.nn.tokens import project
+from patchmix.mixing import PAIR_MIXES, OneOf, overlap
+from patchmix.nn import MomentumCopy, mlp_head, project
 from patchmix.schedules import Cosine
 
 
@@ -32,12 +30,8 @@ class SDMP(Method):
         self.projector = mlp_head(3, encoder.num_features, options.head_hidden, options.head_out)
         self.predictor = mlp_head(2, options.head_out, options.head_hidden, options.head_out)
         self.momentum_copy = MomentumCopy(encoder, self.projector, momentum=Cosine(options.momentum, 1.0))
-        mixes: dict[str, Mixup | CutMix | ResizeMix] = {
-            "resizemix": ResizeMix(generator=self.generator),
-            "cutmix": CutMix(generator=self.generator),
-            "mixup": Mixup(generator=self.generator),
-        }
-        self.mix = OneOf(list(mixes.values()) if options.mix == "all" else [mixes[options.mix]], self.generator)
+        names = list(PAIR_MIXES) if options.mix == "all" else [options.mix]
+        self.mix = OneOf([PAIR_MIXES[name](generator=self.generator) for name in names], self.generator)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), whose roles are exchanged at random, then any number of local crops."""

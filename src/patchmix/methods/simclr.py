@@ -17,8 +17,7 @@ from patchmix import distributed
 from patchmix.losses import Contrasts, pad_targets
 from patchmix.methods.method import Method
 from patchmix.methods.options import SimCLROptions
-from patchmix.nn.heads import BatchNorm, mlp_head
-from patchmix.nn.tokens import project
+from patchmix.nn import BatchNorm, mlp_head, project
 
 
 class SimCLR(Method):

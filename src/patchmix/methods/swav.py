@@ -14,11 +14,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix import distributed
-from patchmix.losses import cross_entropy, entropy
+from patchmix.losses import entropy, swapped_prediction
 from patchmix.methods.method import Method
 from patchmix.methods.options import SwAVOptions
-from patchmix.nn.heads import BatchNorm
-from patchmix.nn.tokens import project
+from patchmix.nn import BatchNorm, project
 
 
 class SwAV(Method):
@@ -57,13 +56,7 @@ class SwAV(Method):
         if self.queueing and self.queue.shape[1]:
             self.enqueue(z[0], z[1])
 
-        swapped = [
-            cross_entropy(scores[t], q[s], self.options.temperature).mean()  # ℓ(z_t, q_s), Eq. 2
-            for s in (0, 1)
-            for t in range(len(views))
-            if t != s
-        ]
-        loss = torch.stack(swapped).mean()
+        loss = swapped_prediction(scores, q, self.options.temperature)  # ℓ(z_t, q_s), Eq. 2
         chance = torch.tensor(math.log(len(prototypes)), device=loss.device)
         return {"loss": loss, "swav": loss, "swav/chance": chance, "swav/floor": entropy(torch.cat(q)).mean()}
 

@@ -11,26 +11,22 @@ from patchmix.mixing.mixed import Mix, Mixed, overlap
 from patchmix.mixing.pairs import CutMix, Mixup, OneOf, Region, RegionSwap, ResizeMix, partners
 from patchmix.mixing.patchmix import PatchMix
 
-__all__ = ["MIXES", "CutMix", "Mix", "Mixed", "Mixup", "OneOf", "PatchMix", "Region", "RegionSwap", "ResizeMix"]
-__all__ += ["block_masks", "create_mix", "overlap", "partners"]
+__all__ = ["MIXES", "PAIR_MIXES", "CutMix", "Mix", "Mixed", "Mixup", "OneOf", "PatchMix", "Region", "RegionSwap"]
+__all__ += ["ResizeMix", "block_masks", "create_mix", "overlap", "partners"]
 
 MIXES = ("patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap")  # the paper's Table "mix"
+PAIR_MIXES: dict[str, type[Mixup | CutMix | ResizeMix]] = {"resizemix": ResizeMix, "cutmix": CutMix, "mixup": Mixup}
 
 
 def create_mix(
     name: str, *, patch_size: int, num_mix: int | Sequence[int] = 3, generator: torch.Generator | None = None
 ) -> Mix:
     """A mix by its name. `patch_size` is for PatchMix and RegionSwap, `num_mix` for PatchMix; the others mix two."""
+    if name not in MIXES:
+        raise ValueError(f"mix is {name!r}; it must be one of {', '.join(MIXES)}")
     if name == "patchmix":
         return PatchMix(patch_size, num_mix, generator)
-    if name == "mixup":
-        return Mixup(generator=generator)
-    if name == "cutmix":
-        return CutMix(generator=generator)
-    if name == "cutmix+mixup":
-        return OneOf([CutMix(generator=generator), Mixup(generator=generator)], generator)
-    if name == "resizemix":
-        return ResizeMix(generator=generator)
     if name == "regionswap":
         return RegionSwap(patch_size, generator=generator)
-    raise ValueError(f"mix is {name!r}; it must be one of {', '.join(MIXES)}")
+    mixes = [PAIR_MIXES[part](generator=generator) for part in name.split("+")]
+    return OneOf(mixes, generator) if len(mixes) > 1 else mixes[0]

@@ -17,15 +17,22 @@ from torch import Tensor
 from patchmix.mixing.mixed import Mix, Mixed, check_images, check_patch_size
 
 
-class Mixup(Mix):
-    """Zhang et al., ICLR 2018: x̃ = λ·x + (1 − λ)·x′ with λ ~ Beta(α, α), one λ per image."""
+class _BetaMix(Mix):
+    """Keeps λ ~ Beta(α, α) of each image."""
 
     def __init__(self, alpha: float = 1.0, generator: torch.Generator | None = None) -> None:
-        self.alpha, self.generator = _positive(alpha, "Mixup"), generator
+        if not alpha > 0:
+            name = type(self).__name__
+            raise ValueError(f"alpha of {name} is {alpha}; it must be above 0 (1 draws the amount uniformly)")
+        self.alpha, self.generator = alpha, generator
 
     def draw(self, n: int) -> Tensor:
         """fraction = 1 − λ: (N,)."""
         return 1.0 - beta(n, self.alpha, self.generator)
+
+
+class Mixup(_BetaMix):
+    """Zhang et al., ICLR 2018: x̃ = λ·x + (1 − λ)·x′ with λ ~ Beta(α, α), one λ per image."""
 
     def __call__(self, images: Tensor, fraction: Tensor | None = None) -> Mixed:
         n, *_ = check_images(images, "Mixup")
@@ -35,19 +42,12 @@ class Mixup(Mix):
         return Mixed(_as_dtype(mixed, images.dtype), pair_share(fraction))
 
 
-class CutMix(Mix):
+class CutMix(_BetaMix):
     """Yun et al., ICCV 2019: a box of one image is replaced by the same box of another.
 
     Its sides are W·√(1 − λ), H·√(1 − λ), λ ~ Beta(α, α), around a uniform center, cut off at the border. The share
     counts the box's pixels; it is not the λ that was drawn.
     """
-
-    def __init__(self, alpha: float = 1.0, generator: torch.Generator | None = None) -> None:
-        self.alpha, self.generator = _positive(alpha, "CutMix"), generator
-
-    def draw(self, n: int) -> Tensor:
-        """fraction = 1 − λ, of a box that lies wholly inside: (N,)."""
-        return 1.0 - beta(n, self.alpha, self.generator)
 
     def __call__(self, images: Tensor, fraction: Tensor | None = None) -> Mixed:
         n, _, height, width = check_images(images, "CutMix")
@@ -59,9 +59,7 @@ class CutMix(Mix):
             start = (position * size - length / 2).round()
             edges.append((start.clamp(min=0).long(), (start + length).clamp(max=size).long()))
         (top, bottom), (left, right) = edges
-        area = (bottom - top) * (right - left) / (height * width)
-        box = _inside(height, width, *(e.to(images.device) for e in (top, left, bottom, right)))
-        return Mixed(torch.where(box, partners(images), images), pair_share(area.to(images.device)))
+        return _paste(partners(images), images, *(edge.to(images.device) for edge in (top, left, bottom, right)))
 
 
 class ResizeMix(Mix):
@@ -83,7 +81,6 @@ class ResizeMix(Mix):
         h, w = ((side * size).round().clamp(1, max(size - 1, 1)).long() for size in (height, width))
         position = torch.rand(2, n, generator=self.generator)
         top, left = (position[0] * (height - h + 1)).long(), (position[1] * (width - w + 1)).long()
-        area = h * w / (height * width)
         h, w, top, left = (edge.to(images.device) for edge in (h, w, top, left))
 
         # Each pixel of a box looks up its position in the partner: one sampling for boxes of any size.
@@ -93,9 +90,7 @@ class ResizeMix(Mix):
         grid = torch.stack((x.unsqueeze(1).expand(shape), y.unsqueeze(2).expand(shape)), dim=-1).to(exact)
         with torch.autocast(images.device.type, enabled=False):
             small = F.grid_sample(partners(images).to(exact), grid, padding_mode="border", align_corners=False)
-        box = _inside(height, width, top, left, top + h, left + w)
-        mixed = torch.where(box, _as_dtype(small, images.dtype), images)
-        return Mixed(mixed, pair_share(area.to(images.device)))
+        return _paste(_as_dtype(small, images.dtype), images, top, left, top + h, left + w)
 
 
 @dataclass(frozen=True)
@@ -184,18 +179,14 @@ def beta(n: int, alpha: float, generator: torch.Generator | None) -> Tensor:
     return (gamma[0] / gamma.sum(dim=0).clamp_min(1e-300)).clamp(1e-3, 1.0 - 1e-3).float()
 
 
-def _inside(height: int, width: int, top: Tensor, left: Tensor, bottom: Tensor, right: Tensor) -> Tensor:
-    """One box per image: (N,) edges in pixels, bottom and right exclusive → (N, 1, H, W), true inside."""
-    y = torch.arange(height, device=top.device).view(1, 1, -1, 1)
-    x = torch.arange(width, device=top.device).view(1, 1, 1, -1)
+def _paste(source: Tensor, images: Tensor, top: Tensor, left: Tensor, bottom: Tensor, right: Tensor) -> Mixed:
+    """`images` with one box each of `source`: (N,) edges in pixels, bottom and right exclusive."""
+    height, width = images.shape[-2:]
+    share = pair_share((bottom - top) * (right - left) / (height * width))
+    y = torch.arange(height, device=images.device).view(1, 1, -1, 1)
+    x = torch.arange(width, device=images.device).view(1, 1, 1, -1)
     top, left, bottom, right = (edge.view(-1, 1, 1, 1) for edge in (top, left, bottom, right))
-    return (y >= top) & (y < bottom) & (x >= left) & (x < right)
-
-
-def _positive(alpha: float, mix: str) -> float:
-    if not alpha > 0:
-        raise ValueError(f"alpha of {mix} is {alpha}; it must be above 0 (1 draws the amount uniformly)")
-    return alpha
+    return Mixed(torch.where((y >= top) & (y < bottom) & (x >= left) & (x < right), source, images), share)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

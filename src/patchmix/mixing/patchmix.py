@@ -43,13 +43,9 @@ class PatchMix(Mix):
         """M of this step; both views of a step need the same one, for their targets to agree."""
         if len(self.choices) == 1:
             return self.choices[0]
-        pick = torch.randint(len(self.choices), (), generator=self.generator)
-        return self.choices[int(pick)]
+        return self.choices[int(torch.randint(len(self.choices), (), generator=self.generator))]
 
     def for_one_step(self) -> PatchMix:
-        """Itself where M is fixed; otherwise with the M of this step."""
-        if len(self.choices) == 1:
-            return self
         return PatchMix(self.patch_size, self.draw_num_mix(), self.generator)
 
     def __call__(self, images: Tensor, num_mix: int | None = None) -> Mixed:

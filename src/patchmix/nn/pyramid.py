@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import LayerNorm2d  # type: ignore[attr-defined]
 from timm.models.vision_transformer import Block, VisionTransformer
+from timm.models.vision_transformer_sam import window_partition, window_unpartition
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
@@ -153,25 +154,14 @@ def windowed_attention(
     Prefix tokens take part in every window and come back as their mean over the windows, so that one window over the
     whole image is full attention. Padding at the edges is masked.
     """
-    (height, width), count = grid, len(tokens)
-    h, w = min(window, height), min(window, width)
-    patches = tokens[:, prefix:].reshape(count, height, width, -1)
-    down, right = -height % h, -width % w
-    if down or right:
-        patches = F.pad(patches, (0, 0, 0, right, 0, down))
-    rows, columns = (height + down) // h, (width + right) // w
-    inside = patches.reshape(count, rows, h, columns, w, -1).transpose(2, 3)  # (N, rows, columns, h, w, D)
-    inside = inside.reshape(count * rows * columns, h * w, -1)  # (N·K, h·w, D)
-    ahead = tokens[:, :prefix].repeat_interleave(rows * columns, dim=0)  # (N·K, P, D)
-    inside = torch.cat([ahead, inside], dim=1)
-    if down or right:
-        in_image = F.pad(patches.new_ones(height, width, dtype=torch.bool), (0, right, 0, down))
-        in_image = in_image.reshape(rows, h, columns, w).transpose(1, 2).reshape(rows * columns, h * w)
-        in_image = torch.cat([in_image.new_ones(len(in_image), prefix), in_image], dim=1)  # (K, P + h·w)
-        attended = attention(inside, attn_mask=in_image.repeat(count, 1)[:, None, None])
-    else:
-        attended = attention(inside)
-    ahead = attended[:, :prefix].reshape(count, rows * columns, prefix, attended.shape[-1]).mean(dim=1)
-    patches = attended[:, prefix:].reshape(count, rows, columns, h, w, -1).transpose(2, 3)
-    patches = patches.reshape(count, height + down, width + right, -1)[:, :height, :width]
+    count, size = len(tokens), min(window, max(grid))
+    inside, padded = window_partition(tokens[:, prefix:].reshape(count, *grid, -1), size)  # (N·K, size, size, D)
+    windows, mask = len(inside) // count, None
+    ahead = tokens[:, :prefix].repeat_interleave(windows, dim=0)  # (N·K, P, D)
+    if padded != grid:
+        in_image, _ = window_partition(tokens.new_ones(count, *grid, 1, dtype=torch.bool), size)
+        mask = F.pad(in_image.flatten(1), (prefix, 0), value=True)[:, None, None]  # (N·K, 1, 1, P + size²)
+    attended = attention(torch.cat([ahead, inside.flatten(1, 2)], dim=1), attn_mask=mask)
+    ahead = attended[:, :prefix].reshape(count, windows, prefix, attended.shape[-1]).mean(dim=1)
+    patches = window_unpartition(attended[:, prefix:].reshape(len(inside), size, size, -1), size, grid, padded)
     return torch.cat([ahead, patches.flatten(1, 2)], dim=1)

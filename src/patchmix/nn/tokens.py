@@ -104,11 +104,9 @@ def all_tokens(
 
 def run_block(block: nn.Module, x: Tensor, *, recompute: bool) -> Tensor:
     """block(x); with `recompute` only its input is kept, and the backward pass computes the rest again."""
-    if not torch.is_grad_enabled():
-        out: Tensor = block(x)
-    elif recompute:
-        out = checkpoint(block, x, use_reentrant=False)
-    elif type(block) is Block and type(block.mlp) is Mlp:
+    if torch.is_grad_enabled() and recompute:
+        out: Tensor = checkpoint(block, x, use_reentrant=False)
+    elif torch.is_grad_enabled() and type(block) is Block and type(block.mlp) is Mlp:
         x = x + block.drop_path1(block.ls1(block.attn(block.norm1(x))))
         out = x + block.drop_path2(block.ls2(_lean_mlp(block.norm2, block.mlp, x)))
     else:
@@ -121,16 +119,12 @@ def _lean_mlp(norm: nn.Module, mlp: Mlp, x: Tensor) -> Tensor:
 
     A checkpoint stops as soon as its last layer's input is there, so no matrix is multiplied twice.
     """
-
-    def first(x: Tensor) -> Tensor:
-        out: Tensor = mlp.fc1(norm(x))
-        return out
-
-    def second(hidden: Tensor) -> Tensor:
-        out: Tensor = mlp.drop2(mlp.fc2(mlp.norm(mlp.drop1(mlp.act(hidden)))))
-        return out
-
     random = mlp.training and mlp.drop1.p > 0
-    hidden = checkpoint(first, x, use_reentrant=False, preserve_rng_state=False)
-    out: Tensor = checkpoint(second, hidden, use_reentrant=False, preserve_rng_state=random)
+    hidden = checkpoint(lambda x: mlp.fc1(norm(x)), x, use_reentrant=False, preserve_rng_state=False)
+    out: Tensor = checkpoint(
+        lambda x: mlp.drop2(mlp.fc2(mlp.norm(mlp.drop1(mlp.act(x))))),
+        hidden,
+        use_reentrant=False,
+        preserve_rng_state=random,
+    )
     return out

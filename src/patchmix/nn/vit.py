@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from typing import Any
 
 import timm
 import torch
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import VisionTransformer, init_weights_vit_moco
 from torch import nn
 
 _NAME = re.compile(r"vit_(tiny|small|base)_patch(\d+)_(\d+)")
@@ -77,24 +76,14 @@ def initialize_as_mocov3(encoder: VisionTransformer) -> None:
     """Xavier-uniform weights with q, k and v as three matrices, zero biases, class token N(0, 1e-6)."""
     for name, module in encoder.named_modules():
         if isinstance(module, nn.Linear):
-            out_features, in_features = module.weight.shape
-            if name.endswith("qkv"):
-                out_features //= 3
-            _xavier_uniform(module.weight, in_features + out_features)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-    projection = encoder.patch_embed.proj  # a convolution that is a linear map of flattened patches
+            init_weights_vit_moco(module, name)
+    projection = encoder.patch_embed.proj
     if isinstance(projection, nn.Conv2d):
-        _xavier_uniform(projection.weight, projection.weight[0].numel() + encoder.embed_dim)
+        nn.init.xavier_uniform_(projection.weight.view(encoder.embed_dim, -1))  # a linear map of flattened patches
         if projection.bias is not None:
             nn.init.zeros_(projection.bias)
     if encoder.cls_token is not None:
         nn.init.normal_(encoder.cls_token, std=1e-6)
-
-
-def _xavier_uniform(weight: torch.Tensor, fans: int) -> None:
-    bound = math.sqrt(6.0 / fans)
-    nn.init.uniform_(weight, -bound, bound)
 
 
 def patch_size_of(encoder: VisionTransformer) -> int:
