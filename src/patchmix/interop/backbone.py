@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
-from torch.nn import functional as F
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2.functional import center_crop, resize
 
 from patchmix.data.decode import DecodeError, decode
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
@@ -64,11 +65,13 @@ class Architecture:
         return create_encoder(**dataclasses.asdict(self), drop_path=drop_path, any_image_size=any_image_size)
 
     def check(self, weights: Mapping[str, Tensor], complaint: str) -> None:
-        """A ValueError that begins with `complaint` unless all names and shapes are those of this architecture."""
+        """A ValueError unless all names and shapes are those of this architecture, and all numbers finite."""
         if self.depth > len(weights):  # before a damaged file makes us build a million blocks
             raise ValueError(f"{complaint}: {len(weights)} tensors are too few for depth {self.depth}")
         with torch.device("meta"):  # shapes only, no memory
             check_weights(weights, self.create().state_dict(), complaint)
+        if broken := [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]:
+            raise ValueError(f"NaN or infinite weights in {_first_of(broken)}; use an earlier checkpoint")
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,11 @@ def check_weights(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], c
         if name in weights and weights[name].shape != tensor.shape
     ]
     if problems:
-        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise ValueError(f"{complaint}: {problems[0]}{more}")
+        raise ValueError(f"{complaint}: {_first_of(problems)}")
+
+
+def _first_of(problems: Sequence[str]) -> str:
+    return problems[0] + (f" and {len(problems) - 1} more" if len(problems) > 1 else "")
 
 
 def digest(weights: Mapping[str, Tensor]) -> str:
@@ -206,9 +212,6 @@ def _times(tensor: Tensor) -> str:
     return " × ".join(map(str, tensor.shape)) or "a number"
 
 
-# ---------------------------------------------------------------------------------------------- images to be embedded
-
-
 def _batches(images: Images, *, size: int, batch_size: int) -> Iterator[Tensor]:
     """Batches (n, 3, S, S) of float32 in [0, 1], in order."""
     if batch_size < 1:
@@ -228,15 +231,15 @@ def _batches(images: Images, *, size: int, batch_size: int) -> Iterator[Tensor]:
 def _planes(images: Tensor | npt.NDArray[Any]) -> Tensor:
     """uint8 (n, 3, H, W), or float32 (n, 3, H, W) in [0, 1]."""
     tensor = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))  # a copy: may be read-only
-    shape = tuple(tensor.shape)
-    if tensor.dtype == torch.uint8:
-        if tensor.ndim != 4 or shape[3] != 3:
-            raise ValueError(f"uint8 images have shape {shape}; expected (N, H, W, 3)")
-        return tensor.permute(0, 3, 1, 2)
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() and tensor.dtype != torch.uint8:
         raise ValueError(f"images are {str(tensor.dtype)[6:]}; expected floats in [0, 1] or uint8")
-    if tensor.ndim != 4 or shape[1] != 3:
-        raise ValueError(f"float images have shape {shape}; expected (N, 3, H, W)")
+    kind, channels, expected = (
+        ("float", 1, "(N, 3, H, W)") if tensor.is_floating_point() else ("uint8", 3, "(N, H, W, 3)")
+    )
+    if tensor.ndim != 4 or tensor.shape[channels] != 3:
+        raise ValueError(f"{kind} images have shape {tuple(tensor.shape)}; expected {expected}")
+    if kind == "uint8":
+        return tensor.permute(0, 3, 1, 2)
     low, high = tensor.min().item(), tensor.max().item()
     if not (low >= 0 and high <= 1):  # so that NaN fails too
         raise ValueError(f"float images span {low:.3g} to {high:.3g}; expected [0, 1], before any normalization")
@@ -263,14 +266,7 @@ def _pixels(image: AnyImage) -> npt.NDArray[np.uint8]:
 def _fit(images: Tensor, size: int) -> Tensor:
     """(n, 3, H, W) → (n, 3, S, S), float32 in [0, 1]: shorter side → S, bicubic with antialiasing, central crop."""
     height, width = images.shape[2:]
-    shorter = min(height, width)
-    if shorter == 0:
+    if min(height, width) == 0:
         raise ValueError(f"images are {height} × {width} px; they must have at least one pixel")
-    if shorter != size:
-        new = (int(size * height / shorter), int(size * width / shorter))
-        images = F.interpolate(images, size=new, mode="bicubic", antialias=True)
-    top, left = round((images.shape[2] - size) / 2.0), round((images.shape[3] - size) / 2.0)
-    images = images[:, :, top : top + size, left : left + size]
-    if images.dtype == torch.uint8:
-        return images.float() / 255
-    return images.clamp(0, 1)  # cubic interpolation overshoots at edges
+    images = center_crop(resize(images, [size], InterpolationMode.BICUBIC), [size])
+    return images.float() / 255 if images.dtype == torch.uint8 else images.clamp(0, 1)  # bicubic overshoots at edges

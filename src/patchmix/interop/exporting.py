@@ -18,11 +18,10 @@ from torch import Tensor
 
 from patchmix.files import replacing
 from patchmix.interop.backbone import Architecture, Backbone, save_weights
-from patchmix.interop.layouts import ENCODER_TENSOR, to_torchvision
+from patchmix.interop.layouts import ENCODER_TENSOR, TO_TORCHVISION, rename
 from patchmix.interop.loading import load_backbone
 from patchmix.settings import Export
 
-FORMATS = ("timm", "torchvision", "huggingface", "onnx")
 TOLERANCE = 1e-4  # of ONNX's features against torch's
 
 
@@ -51,13 +50,9 @@ def export(backbone: Backbone, out: Path, format: str, *, overwrite: bool = Fals
     onnx: `images` (N, 3, S, S), normalized with the mean and std in the file's metadata → `features` (N, dim), the
         class token; any N.
     """
-    writers = {"timm": _timm, "torchvision": _torchvision, "huggingface": _huggingface, "onnx": _onnx}
-    if format not in writers:
+    if format not in FORMATS:
         raise ValueError(f"export format {format!r} is unknown; it must be one of {', '.join(FORMATS)}")
-    return writers[format](backbone, Path(out), overwrite)
-
-
-# --------------------------------------------------------------------------------------------- timm and Hugging Face
+    return FORMATS[format](backbone, Path(out), overwrite)
 
 
 def timm_arguments(architecture: Architecture) -> tuple[str, dict[str, int]]:
@@ -127,17 +122,13 @@ def _huggingface(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
     return Exported([config, weights], usage)
 
 
-# ------------------------------------------------------------------------------------------------------- torchvision
-
-
 def _torchvision(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
     shape = backbone.architecture
     if shape.in_chans != 3:
         raise ValueError(f"torchvision's ViT takes 3 channels, this encoder {shape.in_chans}; export to timm")
-    others = [name for name in backbone.weights if not ENCODER_TENSOR.fullmatch(name)]
-    if others:
+    if others := [name for name in backbone.weights if not ENCODER_TENSOR.fullmatch(name)]:
         raise ValueError(f"torchvision's ViT has no place for {others[0]} ({shape.name}); export to timm")
-    renamed = {to_torchvision(name): tensor for name, tensor in backbone.weights.items()}
+    renamed = {rename(name, TO_TORCHVISION): tensor for name, tensor in backbone.weights.items()}
     save_weights(renamed, out, {}, overwrite=overwrite)
     usage = f"""\
 import torch, torchvision
@@ -149,9 +140,6 @@ mlp_dim={backbone.weights["blocks.0.mlp.fc1.weight"].shape[0]})
 model.heads = torch.nn.Identity()  # an encoder has no classifier
 model.load_state_dict(load_file({str(out)!r}))"""
     return Exported([out], usage)
-
-
-# -------------------------------------------------------------------------------------------------------------- ONNX
 
 
 def _onnx(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
@@ -194,13 +182,9 @@ def _onnx_graph(backbone: Backbone) -> bytes:
     model = program.model_proto
     for part in (model.graph, *model.graph.node, *model.graph.input, *model.graph.output, *model.graph.value_info):
         part.ClearField("metadata_props")  # the exporter's notes: stack traces with this machine's paths
-    entries = {
-        "mean": json.dumps(backbone.mean),
-        "std": json.dumps(backbone.std),
-        "input": "RGB / 255, minus mean, over std",
-        "architecture": json.dumps(vars(shape)),
-    }
-    onnx.helper.set_model_props(model, entries)
+    described = {"mean": backbone.mean, "std": backbone.std, "architecture": vars(shape)}
+    entries = {key: json.dumps(value) for key, value in described.items()}
+    onnx.helper.set_model_props(model, entries | {"input": "RGB / 255, minus mean, over std"})
     onnx.checker.check_model(model)
     graph: bytes = model.SerializeToString()
     _check_against_torch(graph, encoder, images)
@@ -218,3 +202,6 @@ def _check_against_torch(graph: bytes, encoder: torch.nn.Module, images: Tensor)
         worst = float(np.abs(features - expected).max())
         if not worst <= TOLERANCE:
             raise ValueError(f"the ONNX graph differs from torch by {worst:.1e}, above {TOLERANCE:.0e}; not written")
+
+
+FORMATS = {"timm": _timm, "torchvision": _torchvision, "huggingface": _huggingface, "onnx": _onnx}

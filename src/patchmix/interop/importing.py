@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import pickle
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.interop.backbone import Architecture, Backbone
-from patchmix.interop.layouts import ENCODER_TENSOR, LAYOUTS, Layout, Which, detect, tensors_of
+from patchmix.interop.layouts import ENCODER_TENSOR, LAYOUTS, Which, detect, tensors_of
 from patchmix.settings import Import
 
 _SIZES = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large", (1280, 32): "huge"}
@@ -103,11 +102,8 @@ def import_checkpoint(
             dropped["not weights"] = others
         weights = _checked({inner: tensors[name] for inner, name in names.items()}, notes)
         config = _timm_config(path.parent / "config.json") if format == "timm" else {}
-        architecture = _architecture(format, weights, heads, config, notes)
+        architecture = _architecture(format, weights, heads, image_size, config, notes)
         architecture.check(weights, f"this is no plain ViT of dim {architecture.dim}")
-        if image_size is not None and image_size != architecture.image_size:
-            notes.append(f"pos_embed was interpolated from {architecture.image_size} to {image_size} px")
-            architecture = _resize(weights, architecture, image_size)
         if format == "timm" and not config:
             notes.append("the file does not say how its input is normalized; ImageNet's mean and std are assumed")
         origin = {"format": format, "file": path.name, "encoder": which}
@@ -144,24 +140,12 @@ def _split(
             unknown.append(name)
     if not encoders:
         raise ValueError(f"not of format {format}: it holds {_first(list(tensors)) or 'nothing'}, but no encoder")
-    chosen = _choose(encoders, layout, encoder)
-    _refuse(unknown, format)
-    dropped |= {f"the {which} encoder": list(names.values()) for which, names in encoders.items() if which != chosen}
-    return chosen, encoders[chosen], dropped
-
-
-def _choose(present: Mapping[str, Any], layout: Layout, encoder: Which | None) -> str:
-    default = layout.default if layout.default in present or "one" not in present else "one"
-    wanted = encoder or default
-    if wanted in present:
-        return wanted
-    if list(present) == ["one"]:
-        raise ValueError(f"no {wanted} encoder: it holds a single encoder; leave encoder out")
-    there = sorted(present)
-    raise ValueError(f"no {wanted} encoder: it holds only the {' and '.join(there)} encoder; use encoder {there[0]!r}")
-
-
-def _refuse(unknown: list[str], format: str) -> None:
+    chosen = encoder or (layout.default if layout.default in encoders or "one" not in encoders else "one")
+    if chosen not in encoders and list(encoders) == ["one"]:
+        raise ValueError(f"no {chosen} encoder: it holds a single encoder; leave encoder out")
+    if chosen not in encoders:
+        other = min(encoders)
+        raise ValueError(f"no {chosen} encoder: it holds only the {other} encoder; use encoder {other!r}")
     if any(name.endswith("fc_norm.weight") for name in unknown):
         raise ValueError(
             "this encoder was fine-tuned with mean pooling: it has fc_norm instead of norm, so no normalized tokens; "
@@ -174,6 +158,8 @@ def _refuse(unknown: list[str], format: str) -> None:
             f"{len(unknown)} names are neither of a plain ViT nor known extras of format {format}: "
             f"{_first(unknown)}; it is another architecture, or another format"
         )
+    dropped |= {f"the {which} encoder": list(names.values()) for which, names in encoders.items() if which != chosen}
+    return chosen, encoders[chosen], dropped
 
 
 def _first(names: list[str]) -> str:
@@ -193,7 +179,6 @@ def _checked(weights: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
             raise ValueError(f"it holds {', '.join(kinds)} weights; expected floating-point ones (not quantized)")
         notes.append(f"{', '.join(kinds)} weights were converted to float32")
     weights = {name: tensor.detach().float().contiguous() for name, tensor in weights.items()}
-    check_finite(weights)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     if kernel.ndim != 4 or kernel.shape[2] != kernel.shape[3]:
         raise ValueError(f"patch_embed.proj.weight is {tuple(kernel.shape)}; expected (dim, channels, P, P)")
@@ -208,16 +193,15 @@ def _checked(weights: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
     return weights
 
 
-def check_finite(weights: Mapping[str, Tensor]) -> None:
-    broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
-    if broken:
-        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise ValueError(f"NaN or infinite weights in {broken[0]}{more}; use an earlier checkpoint")
-
-
 def _architecture(
-    format: str, weights: Mapping[str, Tensor], heads: int | None, config: Mapping[str, Any], notes: list[str]
+    format: str,
+    weights: dict[str, Tensor],
+    heads: int | None,
+    image_size: int | None,
+    config: Mapping[str, Any],
+    notes: list[str],
 ) -> Architecture:
+    """As the shapes show it. The position embedding in `weights` is interpolated to `image_size`."""
     dim, in_chans, patch, _ = weights["patch_embed.proj.weight"].shape
     depth = 1 + max((int(name.split(".")[1]) for name in weights if name.startswith("blocks.")), default=-1)
     if depth == 0:
@@ -238,17 +222,13 @@ def _architecture(
     if heads < 1 or dim % heads:
         raise ValueError(f"heads is {heads}; it must divide the encoder's dim {dim}")
     pixels = patch * math.isqrt(weights["pos_embed"].shape[1] - 1)
+    if image_size not in (None, pixels):
+        if image_size < 1 or image_size % patch:
+            raise ValueError(f"image size {image_size} is not a multiple of the patch size {patch}")
+        notes.append(f"pos_embed was interpolated from {pixels} to {image_size} px")
+        weights["pos_embed"] = resample_abs_pos_embed(weights["pos_embed"], [image_size // patch] * 2)
+        pixels = image_size
     return Architecture(_timm_name(dim, depth, patch, pixels), pixels, patch, in_chans, dim, depth, heads)
-
-
-def _resize(weights: dict[str, Tensor], shape: Architecture, image_size: int) -> Architecture:
-    """Interpolates the position embedding in `weights`; the architecture for it."""
-    if image_size < 1 or image_size % shape.patch_size:
-        raise ValueError(f"image size {image_size} is not a multiple of the patch size {shape.patch_size}")
-    side = image_size // shape.patch_size
-    weights["pos_embed"] = resample_abs_pos_embed(weights["pos_embed"], [side, side])
-    name = _timm_name(shape.dim, shape.depth, shape.patch_size, image_size)
-    return dataclasses.replace(shape, name=name, image_size=image_size)
 
 
 def _timm_name(dim: int, depth: int, patch: int, pixels: int) -> str:
@@ -291,8 +271,7 @@ _HARMLESS: list[Any] = [
 def read_entries(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The top level of a .safetensors, .pth, .pt, .bin or .tar checkpoint, and its safetensors metadata.
 
-    The first bytes tell the kind of file, not its name. A file that is none of these, is cut off, or needs
-    code to be unpickled gives a ValueError of one line.
+    The first bytes tell the kind of file, not its name. A file that can't be read without running code: ValueError.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the checkpoint file in it")
@@ -308,20 +287,16 @@ def read_entries(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if start.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
     if start[8:9] == b"{":
-        return _read_safetensors(path)
+        try:
+            with safe_open(path, framework="pt") as weights:
+                return {name: weights.get_tensor(name) for name in weights.keys()}, weights.metadata() or {}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} can't be read as safetensors ({_one_line(error)}); is it complete?") from error
     if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
         return _read_torch(path), {}
     is_text = start[:256].isascii() and (start[:256].decode("ascii").isprintable() or b"\n" in start)
     seen = "text" if is_text else f"bytes {start[:4].hex(' ')}"
     raise ValueError(f"{path} is not a checkpoint: it begins with {seen}; expected a safetensors or a torch file")
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} can't be read as safetensors ({_one_line(error)}); is it complete?") from error
 
 
 def _read_torch(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ timm              bare names, or state_dict/… and state_dict_ema/… from its 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ ENCODER_TENSOR = re.compile(
 
 # What timm and torchvision call the same tensors, before .weight and .bias; both stack queries, keys and values.
 _LAYER = "encoder.layers.encoder_layer_"
-_TO_TORCHVISION = {
+TO_TORCHVISION = {
     "patch_embed.proj.": "conv_proj.",
     "norm.": "encoder.ln.",
     "blocks.#.norm1.": f"{_LAYER}#.ln_1.",
@@ -51,22 +51,14 @@ _TO_TORCHVISION = {
     "cls_token": "class_token",
     "pos_embed": "encoder.pos_embedding",
 }
-_FROM_TORCHVISION = {theirs: ours for ours, theirs in _TO_TORCHVISION.items()} | {
+_FROM_TORCHVISION = {theirs: ours for ours, theirs in TO_TORCHVISION.items()} | {
     f"{_LAYER}#.mlp.linear_1.": "blocks.#.mlp.fc1.",  # as in torchvision's published files
     f"{_LAYER}#.mlp.linear_2.": "blocks.#.mlp.fc2.",
 }
 
 
-def to_torchvision(name: str) -> str:
-    """timm's name of an encoder tensor → torchvision's; other names stay."""
-    return _rename(name, _TO_TORCHVISION)
-
-
-def from_torchvision(name: str) -> str:
-    return _rename(name, _FROM_TORCHVISION)
-
-
-def _rename(name: str, table: dict[str, str]) -> str:
+def rename(name: str, table: Mapping[str, str]) -> str:
+    """The name of an encoder tensor by a table with # for the layer; names that the table does not have stay."""
     for old, new in table.items():
         if match := re.match(re.escape(old).replace(r"\#", r"(?P<layer>\d+)"), name):
             return new.replace("#", match.groupdict().get("layer", "")) + name[match.end() :]
@@ -87,13 +79,13 @@ class Layout:
     default: Which = "base"
     extras: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[int, int] = field(default_factory=lambda: _USUAL_HEADS)
-    rename: Callable[[str], str] = str  # the project's names → timm's
+    to_timm: Mapping[str, str] = field(default_factory=dict)  # for `rename`
 
     def split(self, name: str) -> tuple[str | None, str]:
         """The encoder that the tensor belongs to ("base", "momentum", "one" or None), and its name there."""
         for which, prefix in (("base", self.base), ("momentum", self.momentum), ("one", self.one)):
             if prefix is not None and (match := re.fullmatch(rf"{prefix}([^/]*)", name)):
-                return which, self.rename(match[1])
+                return which, rename(match[1], self.to_timm)
         return None, name
 
     def extra(self, name: str) -> str | None:
@@ -139,7 +131,7 @@ LAYOUTS: dict[str, Layout] = {
     "torchvision": Layout(
         one=rf"(?:(?:state_dict|model)/)?{_WRAPPED}",
         extras={r"heads\..*": "classifier"},
-        rename=from_torchvision,
+        to_timm=_FROM_TORCHVISION,
     ),
 }
 
@@ -181,10 +173,11 @@ def detect(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
 def _mocov3_or_authors(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
     """Both name their tensors alike; MoCo v3 fixes its position embedding to a table, PatchMix's authors train it."""
     arch = str(entries.get("arch", ""))
-    by_position = "mocov3" if _position_table(tensors) == "row" else "patchmix-authors"
-    underscored = re.fullmatch(r"vit_(conv_)?(small|base|large|huge)", arch)
-    dashed = re.fullmatch(r"vit-(tiny|small|base)", arch)
-    by_arch = "mocov3" if underscored else "patchmix-authors" if dashed else by_position
+    by_arch = by_position = "mocov3" if _position_table(tensors) == "row" else "patchmix-authors"
+    if re.fullmatch(r"vit_(conv_)?(small|base|large|huge)", arch):
+        by_arch = "mocov3"
+    elif re.fullmatch(r"vit-(tiny|small|base)", arch):
+        by_arch = "patchmix-authors"
     if by_arch != by_position:
         kind = "a fixed sin-cos table" if by_position == "mocov3" else "learned"
         raise ValueError(
@@ -211,11 +204,12 @@ def _position_table(tensors: Mapping[str, Any]) -> Literal["row", "column"] | No
 
 def _not_a_vit(tensors: Mapping[str, Any]) -> str:
     known = {
-        r"layer1\.0\.conv1": "a ResNet",
-        r"relative_position_bias_table": "a Swin Transformer",
-        r"embeddings\.patch_embeddings": "a Hugging Face transformers ViT, whose names are not read here",
+        "layer1.0.conv1": "a ResNet",
+        "relative_position_bias_table": "a Swin Transformer",
+        "embeddings.patch_embeddings": "a Hugging Face transformers ViT, whose names are not read here",
     }
-    what = next((text for part, text in known.items() if any(re.search(part, n) for n in tensors)), None)
-    names = ", ".join(list(tensors)[:3])
-    seen = f"it looks like {what}" if what else f"it has {names or 'no tensors'}"
+    seen = f"it has {', '.join(list(tensors)[:3]) or 'no tensors'}"
+    for part, what in known.items():
+        if any(part in name for name in tensors):
+            seen = f"it looks like {what}"
     return f"no patch_embed.proj among {len(tensors)} tensors, so this is not a timm-style ViT: {seen}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.interop.backbone import Architecture, Backbone
-from patchmix.interop.importing import check_finite, import_checkpoint, is_own, read_entries
+from patchmix.interop.importing import import_checkpoint, is_own, read_entries
 from patchmix.interop.layouts import Which
 from patchmix.nn.vit import create_encoder
 
@@ -91,9 +91,6 @@ def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:
     raise ValueError(f"{folder} holds no encoder; expected a run (encoder.safetensors) or an exported model")
 
 
-# -------------------------------------------------------------------------------------------------------- our own files
-
-
 def _own(entries: dict[str, Any], metadata: Mapping[str, str], encoder: Which | None, heads: int | None) -> Backbone:
     """From encoder.safetensors or from a run's checkpoint."""
     if "patchmix" in metadata:
@@ -103,7 +100,6 @@ def _own(entries: dict[str, Any], metadata: Mapping[str, str], encoder: Which | 
             raise ValueError(f"it holds only the {kept} encoder; for the {encoder} one, give the run's checkpoint")
     else:
         backbone = _from_run_checkpoint(entries, encoder or "base")
-    check_finite(backbone.weights)
     if heads not in (None, backbone.architecture.heads):
         raise ValueError(f"its encoder has {backbone.architecture.heads} heads; leave heads={heads} out")
     return backbone
@@ -140,9 +136,6 @@ def _from_run_checkpoint(entries: Mapping[str, Any], encoder: Which) -> Backbone
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no usable configuration ({error}); it was not written by a run") from error
-
-
-# --------------------------------------------------------------------------------------------------------- timm models
 
 
 def _timm_model(name: str) -> Backbone:
@@ -182,12 +175,9 @@ def _cached(cfg: Any) -> Path | None:
     """timm's own copy of pretrained weights, from the Hugging Face cache or torch's; None when there is none."""
     if cfg.hf_hub_id:
         repository, _, revision = cfg.hf_hub_id.partition("@")
-        for filename in (cfg.hf_hub_filename, "model.safetensors", "pytorch_model.bin"):
-            if filename:
-                path = try_to_load_from_cache(repository, filename, revision=revision or None)
-                if isinstance(path, str):
-                    return Path(path)
-    if cfg.url:
-        path = Path(torch.hub.get_dir()) / "checkpoints" / str(cfg.url).rsplit("/", 1)[-1]
-        return path if path.is_file() else None
-    return None
+        for filename in filter(None, (cfg.hf_hub_filename, "model.safetensors", "pytorch_model.bin")):
+            path = try_to_load_from_cache(repository, filename, revision=revision or None)
+            if isinstance(path, str):
+                return Path(path)
+    file = Path(torch.hub.get_dir()) / "checkpoints" / str(cfg.url).rsplit("/", 1)[-1]
+    return file if cfg.url and file.is_file() else None
