@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -189,14 +188,6 @@ def test_layers_decay_towards_the_input(encoder_file: Backbone) -> None:
 
 def test_the_defaults_of_a_shape_are_those_of_the_settings() -> None:
     assert {name: getattr(Detect(""), name) for name in vars(Shape())} == vars(Shape())
-
-
-def test_the_page_lists_every_setting_and_its_default() -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "detection.md").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, flags=re.MULTILINE))
-    files = {field for field in vars(Detect("")) if field not in listed}
-    assert listed == {name: str(value) for name, value in vars(Detect("")).items() if name not in files}
-    assert not files & set(vars(Shape())) and "lr" in listed and "rois_per_image" in listed
 
 
 # ----------------------------------------------------------------------------------------------------------- the file
