@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -237,27 +236,25 @@ def _run(
         worker_init_fn=_start_worker if workers else None,
         timeout=60.0 * timeout_minutes / _LOOKS if workers else 0.0,
     )
-    return _closing(loader)
-
-
-def _closing(loader: "DataLoader[Batch | ValueError]") -> Iterator[Batch]:
-    with _interrupts_wait():  # workers inherit this, until they have settled what Ctrl-C means to them
-        batches: Any = iter(loader)
+    # Ctrl-C waits: workers inherit this, until they have settled what it means to them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        while (batch := _next_batch(batches, loader.timeout)) is not None:
+        batches: Any = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        while (batch := _next_batch(batches, timeout_minutes)) is not None:
             if isinstance(batch, ValueError):
                 raise batch
             yield batch
     finally:
         # Ended here, not at some later collection or at exit: when an error's traceback keeps the iterator alive,
         # torch waits 5 s for each worker. The method is private, and absent without workers.
-        shutdown = getattr(batches, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        getattr(batches, "_shutdown_workers", lambda: None)()
 
 
-def _next_batch(batches: "Iterator[Batch | ValueError]", seconds: float) -> Batch | ValueError | None:
-    """None at the end. The iterator waits for `seconds`; called again after that, it goes on waiting."""
+def _next_batch(batches: "Iterator[Batch | ValueError]", minutes: float) -> Batch | ValueError | None:
+    """None at the end. The iterator raises at each look; called again after that, it goes on waiting."""
     for _ in range(_LOOKS):
         try:
             return next(batches, None)
@@ -265,22 +262,13 @@ def _next_batch(batches: "Iterator[Batch | ValueError]", seconds: float) -> Batc
             if "DataLoader timed out" not in str(error):
                 raise
     return ValueError(
-        f"no process has prepared a batch within {_LOOKS * seconds / 60:g} min: data that is too slow, or a process "
+        f"no process has prepared a batch within {minutes:g} min: data that is too slow, or a process "
         "that hangs; continue with --resume auto (--timeout-minutes sets how long to wait)"
     )
 
 
 def _as_is(batch: Any) -> Any:
     return batch
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker(_: int) -> None:

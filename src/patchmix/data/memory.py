@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import numpy as np
@@ -20,48 +21,38 @@ _CHUNK = 128  # samples that a thread takes at once
 _TRIED_GROUPS = 8  # shards or row groups that a first check reads from
 
 
+@dataclass(eq=False)
 class InMemorySource:
     """Decoded images, one after the other in one uint8 block; knows which ones could not be decoded."""
 
-    def __init__(
-        self,
-        pixels: Tensor,
-        shapes: npt.NDArray[np.int32],
-        *,
-        name: str,
-        labels: Labels | None,
-        classes: tuple[str, ...] | None,
-        key: Callable[[int], str],
-        fingerprint: str,
-        bad: dict[int, str] | None = None,
-    ) -> None:
-        """`pixels`: uint8 (bytes,); `shapes`: int32 (len, 2), height and width, 0 x 0 for a bad one."""
-        self.name = name
-        self.labels = labels
-        self.classes = classes
-        self.bad = bad or {}
-        self._pixels = pixels
-        self._shapes = shapes
-        self._starts = _starts(shapes)
-        self._key = key
-        self._fingerprint = fingerprint
+    pixels: Tensor  # uint8 (bytes,)
+    shapes: npt.NDArray[np.int32]  # (len, 2), height and width, 0 x 0 for a bad one
+    name: str
+    labels: Labels | None
+    classes: tuple[str, ...] | None
+    key_of: Callable[[int], str]
+    digest: str  # the fingerprint
+    bad: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._starts = _starts(self.shapes)
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self.shapes)
 
     def load(self, index: int) -> Pixels:
         if index in self.bad:
             raise DecodeError(self.key(index), self.bad[index])
-        height, width = self._shapes[index].tolist()
+        height, width = self.shapes[index].tolist()
         start = int(self._starts[index])
-        pixels: Pixels = self._pixels.numpy()  # made here: in a pickle, an array would be a second copy
+        pixels: Pixels = self.pixels.numpy()  # made here: in a pickle, an array would be a second copy
         return pixels[start : start + height * width * 3].reshape(height, width, 3)
 
     def key(self, index: int) -> str:
-        return self._key(index)
+        return self.key_of(index)
 
     def fingerprint(self) -> str:
-        return self._fingerprint
+        return self.digest
 
 
 def from_array(
@@ -77,8 +68,8 @@ def from_array(
         name=name,
         labels=labels,
         classes=classes,
-        key=partial("{}#{}".format, prefix),
-        fingerprint=fingerprint,
+        key_of=partial("{}#{}".format, prefix),
+        digest=fingerprint,
     )
 
 
@@ -112,17 +103,15 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
     with progress_bar(f"decoding {source.name}", len(source), progress) as advance:
         for done in pool.map(fill, _chunks(len(source))):
             advance(done)
-    release = getattr(source, "release", None)
-    if release is not None:
-        release()  # open files and row groups; from here on only its keys are used
+    getattr(source, "release", lambda: None)()  # open files and row groups; from here on only its keys are used
     return InMemorySource(
         pixels,
         shapes,
         name=source.name,
         labels=source.labels,
         classes=source.classes,
-        key=source.key,
-        fingerprint=source.fingerprint(),
+        key_of=source.key,
+        digest=source.fingerprint(),
         bad=dict(sorted(bad.items())),
     )
 

@@ -8,7 +8,6 @@ Legend: N samples in G groups (contiguous runs that are cheap to read together: 
 batch, L lanes.
 """
 
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -58,22 +57,38 @@ def permutation(length: int, *address: int) -> npt.NDArray[np.int64]:
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
-class FullOrder:
-    """A random order of all samples: (seed, epoch, step) → (B,) positions."""
+class Order:
+    """The order of an epoch: (epoch, step) → (B,) positions. One kind of it says what `line` and `lanes` are."""
+
+    lanes = 1
 
     def __init__(self, length: int, batch_size: int, seed: int) -> None:
         self._length, self._batch_size, self._seed = length, batch_size, seed
         self._epoch = -1
-        self._order: Indices = np.empty(0, np.int64)
+        self._batches: Indices = np.empty((0, batch_size), np.int64)  # (steps, B), of this epoch
+
+    def line(self, epoch: int) -> Indices:
+        """All samples, one after the other: (N,)."""
+        raise NotImplementedError
 
     def batch(self, epoch: int, step: int) -> Indices:
         if epoch != self._epoch:
-            self._order, self._epoch = permutation(self._length, self._seed, epoch), epoch
-        return self._order[step * self._batch_size : (step + 1) * self._batch_size]
+            steps = self._length // self._batch_size
+            lanes = self.line(epoch)[: steps * self._batch_size].reshape(self.lanes, steps, -1)
+            self._batches, self._epoch = lanes.swapaxes(0, 1).reshape(steps, self._batch_size), epoch
+        batch: Indices = self._batches[step]
+        return batch
 
 
-class GroupedOrder:
-    """A random order that reads few groups at a time: (seed, epoch, step) → (B,) positions.
+class FullOrder(Order):
+    """A random order of all samples."""
+
+    def line(self, epoch: int) -> Indices:
+        return permutation(self._length, self._seed, epoch)
+
+
+class GroupedOrder(Order):
+    """A random order that reads few groups at a time.
 
     The groups are shuffled and laid end to end. Every `window` groups of this line, their samples are shuffled among
     each other. The line's first steps · B samples are cut into L lanes of equal length; a batch takes the next B / L
@@ -82,65 +97,23 @@ class GroupedOrder:
     """
 
     def __init__(self, groups: Groups, length: int, batch_size: int, seed: int) -> None:
-        counts = np.diff(groups.starts, append=length)
-        assert len(counts) and groups.starts[0] == 0 and bool((counts >= 0).all()), "groups cover the source in order"
+        super().__init__(length, batch_size, seed)
         self.lanes = lanes_for(batch_size, groups.window)
         self.window = max(1, groups.window // self.lanes)  # groups of one window
-        self._starts, self._counts = groups.starts, counts
-        self._batch_size, self._seed = batch_size, seed
-        self._lane_length = length // batch_size * batch_size // self.lanes
-        self._epoch = -1
-        self._line: Indices = np.empty(0, np.int64)  # (G,) groups in the order of the epoch
-        self._ends: Indices = np.empty(0, np.int64)  # (windows,) where each window ends on the line
-        self._shuffled: OrderedDict[int, Indices] = OrderedDict()  # windows in use
-
-    def batch(self, epoch: int, step: int) -> Indices:
-        if epoch != self._epoch:
-            self._start(epoch)
-        share = self._batch_size // self.lanes
-        first = np.arange(self.lanes) * self._lane_length + step * share
-        return np.concatenate([self._between(begin, begin + share) for begin in first.tolist()])
+        self._bounds = np.append(groups.starts, length)  # (G + 1,)
+        assert groups.starts[0] == 0 and bool((np.diff(self._bounds) >= 0).all()), "groups cover the source in order"
 
     def line(self, epoch: int) -> Indices:
-        """All samples, one after the other: (N,)."""
-        self._start(epoch)
-        return self._between(0, int(self._counts.sum()))
-
-    def _start(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._line = permutation(len(self._starts), self._seed, epoch, 0)
-        ends = np.cumsum(self._counts[self._line])
-        last = np.arange(self.window - 1, len(ends) + self.window - 1, self.window)
-        self._ends = ends[np.minimum(last, len(ends) - 1)]
-        self._shuffled.clear()
-
-    def _between(self, begin: int, end: int) -> Indices:
-        """The samples at places begin … end - 1 of the epoch's line."""
+        groups = permutation(len(self._bounds) - 1, self._seed, epoch, 0)
         parts = []
-        number = int(np.searchsorted(self._ends, begin, side="right"))
-        while begin < end:
-            start = int(self._ends[number - 1]) if number else 0
-            stop = min(end, int(self._ends[number]))
-            if stop > begin:
-                parts.append(self._samples(number)[begin - start : stop - start])
-            begin, number = stop, number + 1
+        for number, first in enumerate(range(0, len(groups), self.window)):
+            window = groups[first : first + self.window].tolist()
+            samples = np.concatenate([np.arange(self._bounds[g], self._bounds[g + 1]) for g in window])
+            parts.append(samples[permutation(len(samples), self._seed, epoch, 1 + number)])
         return np.concatenate(parts)
 
-    def _samples(self, window: int) -> Indices:
-        """All samples of a window, shuffled; the last windows of each lane are kept."""
-        if window in self._shuffled:
-            self._shuffled.move_to_end(window)
-            return self._shuffled[window]
-        groups = self._line[window * self.window : (window + 1) * self.window].tolist()
-        runs = [np.arange(self._starts[g], self._starts[g] + self._counts[g]) for g in groups]
-        samples = np.concatenate(runs)
-        self._shuffled[window] = samples[permutation(len(samples), self._seed, self._epoch, 1 + window)]
-        while len(self._shuffled) > 2 * self.lanes:
-            self._shuffled.popitem(last=False)
-        return self._shuffled[window]
 
-
-def order_of(source: Source, batch_size: int, seed: int) -> FullOrder | GroupedOrder:
+def order_of(source: Source, batch_size: int, seed: int) -> Order:
     """The order that fits a source: by groups where it has some, else of all samples."""
     groups = groups_of(source)
     if groups is None or len(groups.starts) < 2:

@@ -172,8 +172,11 @@ def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bo
 def _claim(out: Path, job: Job) -> None:
     """Makes `out` this job's; raises ValueError if it holds anything else. Removes what an interrupted call began."""
     record = out / f"{job.split}-job.json"
-    described = json.dumps(asdict(job), indent=2) + "\n"
-    same = record.is_file() and _without_place(record.read_text("utf-8")) == _without_place(described)
+    try:
+        before = json.loads(record.read_text("utf-8"))
+    except (OSError, ValueError):
+        before = None
+    same = isinstance(before, dict) and {**before, "data": job.data} == asdict(job)  # the data may have moved
     split = "(train|test)" if same else "test" if job.split == "train" else "train"
     known = re.compile(rf"{split}-(\d{{6}}\.tar|index\.safetensors|job\.json)|\{_LOCK}")
     for path in sorted(out.iterdir()):
@@ -185,17 +188,7 @@ def _claim(out: Path, job: Job) -> None:
                 "or the same data and settings to continue"
             )
     if not same:
-        write_text(record, described)
-
-
-def _without_place(text: str) -> dict[str, object]:
-    """A job without the name of its data, which may have moved; {} for what is no job."""
-    try:
-        job = dict(json.loads(text))
-    except ValueError:
-        return {}
-    job.pop("data", None)
-    return job
+        write_text(record, json.dumps(asdict(job), indent=2) + "\n")
 
 
 def _order(source: Source, shuffle: bool) -> Indices:
