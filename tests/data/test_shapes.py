@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchmix.data.shapes import CLASSES, SIZE, _ground, _outline, draw_shapes, shapes_source
+from patchmix.data.shapes import _OUTLINES, CLASSES, SIZE, _ground, draw_shapes, shapes_source
 
 
 def nearest_neighbour_accuracy(train: np.ndarray, test: np.ndarray, neighbors: int) -> float:
@@ -55,7 +55,7 @@ def test_the_outlines_are_different_and_visible() -> None:
     def silhouette(name: str, turn: float = 0.0) -> np.ndarray:
         rotate = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
         mask = np.zeros((64, 64), np.uint8)
-        parts = [np.rint((part @ rotate.T) * 24 + 32).astype(np.int32) for part in _outline(name)]
+        parts = [np.rint((part @ rotate.T) * 24 + 32).astype(np.int32) for part in _OUTLINES[name]]
         cv2.fillPoly(mask, parts, 1)
         return mask.astype(bool)
 

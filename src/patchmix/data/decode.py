@@ -7,7 +7,7 @@ with alpha are composited over white. 16-bit images keep their high byte. An ani
 import io
 import struct
 import warnings
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -19,13 +19,7 @@ Pixels = npt.NDArray[np.uint8]
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 MAX_PIXELS = 100_000_000  # against decompression bombs; checked in the header, before anything is decoded
 
-# Orientation is ours to apply: which formats OpenCV rotates on its own differs between its versions.
-_OPENCV_FLAGS = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
-_REDUCED_FLAGS = {
-    2: cv2.IMREAD_REDUCED_COLOR_2 | cv2.IMREAD_IGNORE_ORIENTATION,
-    4: cv2.IMREAD_REDUCED_COLOR_4 | cv2.IMREAD_IGNORE_ORIENTATION,
-    8: cv2.IMREAD_REDUCED_COLOR_8 | cv2.IMREAD_IGNORE_ORIENTATION,
-}
+_REDUCED_FLAGS = {2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4, 8: cv2.IMREAD_REDUCED_COLOR_8}
 
 
 class DecodeError(ValueError):
@@ -61,11 +55,10 @@ def decode(data: bytes, key: str) -> Pixels:
     header = read_header(data)
     if header is not None:
         _check_size(header.height, header.width, key)
-        if header.simple and _is_complete(data):
-            pixels = _decode_opencv(data)
-            if pixels is not None and pixels.shape[:2] == (header.height, header.width):
-                return pixels
-    return _decode_pillow(data, key)
+    pixels = _decode_opencv(data, header, cv2.IMREAD_COLOR)
+    if header is None or pixels is None or pixels.shape[:2] != (header.height, header.width):
+        pixels = _decode_pillow(data, key)
+    return pixels
 
 
 def decode_reduced(data: bytes, key: str, size: tuple[int, int], reduction: int) -> Pixels | Reduced:
@@ -75,9 +68,7 @@ def decode_reduced(data: bytes, key: str, size: tuple[int, int], reduction: int)
     """
     if reduction == 1 or data[:3] != b"\xff\xd8\xff":
         return decode(data, key)
-    header, pixels = read_header(data), None
-    if header is not None and header.simple and _is_complete(data):
-        pixels = _decode_opencv(data, _REDUCED_FLAGS[reduction])
+    pixels = _decode_opencv(data, read_header(data), _REDUCED_FLAGS[reduction])
     if pixels is None or pixels.shape[:2] != tuple(-(-side // reduction) for side in size):
         pixels = _decode_pillow(data, key, reduction)
     return Reduced(pixels, *size)
@@ -89,8 +80,15 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
     if header is not None and header.simple:
         _check_size(header.height, header.width, key)
         return header.height, header.width
-    with _open_pillow(io.BytesIO(data), key) as image:
-        return _upright_size(image, key)
+    with _open_pillow(data, key) as image:
+        try:
+            if image.format == "TIFF":  # whose size Pillow has turned already, or not: it depends on its version
+                upright = ImageOps.exif_transpose(image)
+                return upright.height, upright.width
+            sideways = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        except Exception as error:  # as below
+            raise DecodeError(key, _reason(error)) from error
+        return (image.width, image.height) if sideways else (image.height, image.width)
 
 
 def read_header(data: bytes) -> Header | None:
@@ -161,37 +159,37 @@ def _is_complete(data: bytes) -> bool:
     return b"IEND" in data[-16:]
 
 
-def _decode_opencv(data: bytes, flags: int = _OPENCV_FLAGS) -> Pixels | None:
+def _decode_opencv(data: bytes, header: Header | None, flags: int) -> Pixels | None:
+    """None for what OpenCV does not decode as well as Pillow does."""
+    if header is None or not header.simple or not _is_complete(data):
+        return None
     try:
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+        # Orientation is ours to apply: which formats OpenCV rotates on its own differs between its versions.
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION)
     except cv2.error:
         return None
-    if pixels is None:
-        return None
-    return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels), np.uint8)
+    return None if pixels is None else np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels), np.uint8)
 
 
 def _decode_pillow(data: bytes, key: str, reduction: int = 1) -> Pixels:
-    with _open_pillow(io.BytesIO(data), key) as image:
-        _check_size(image.height, image.width, key)
+    with _open_pillow(data, key) as image:
         try:
             if reduction > 1:
                 image.draft(None, (image.width // reduction, image.height // reduction))
-            upright = ImageOps.exif_transpose(image)
-            return np.ascontiguousarray(_to_rgb(upright), dtype=np.uint8)
+            return np.ascontiguousarray(_to_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
         except Exception as error:  # Pillow raises nearly anything on damaged files
             raise DecodeError(key, _reason(error)) from error
 
 
 def _to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
     if image.mode.startswith("I"):  # 16 bits, kept in 32 by some decoders
-        gray = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
-        return np.repeat(gray[:, :, None], 3, axis=2)
-    if image.mode == "F":
+        gray = np.asarray(image).astype(np.int64) >> 8
+    elif image.mode == "F":
         values = np.nan_to_num(np.asarray(image, dtype=np.float64))
         scale = 255.0 if values.size and values.max() <= 1.0 else 1.0  # 0…1, or 0…255
-        gray = np.clip(np.rint(values * scale), 0, 255).astype(np.uint8)
-        return np.repeat(gray[:, :, None], 3, axis=2)
+        gray = np.rint(values * scale)
+    if image.mode.startswith(("I", "F")):
+        return np.repeat(np.clip(gray, 0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
@@ -199,26 +197,16 @@ def _to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
     return np.asarray(image.convert("RGB"))
 
 
-def _open_pillow(file: IO[bytes], key: str) -> Image.Image:
+def _open_pillow(data: bytes, key: str) -> Image.Image:
     try:
         with warnings.catch_warnings():
             # We have our own limit on pixels, and users can't do anything about broken EXIF.
             warnings.simplefilter("ignore")
-            return Image.open(file)
+            image = Image.open(io.BytesIO(data))
     except Exception as error:  # as above
         raise DecodeError(key, _reason(error)) from error
-
-
-def _upright_size(image: Image.Image, key: str) -> tuple[int, int]:
     _check_size(image.height, image.width, key)
-    try:
-        if image.format == "TIFF":  # whose size Pillow has turned already, or not: it depends on its version
-            image = ImageOps.exif_transpose(image)
-            return image.height, image.width
-        sideways = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-    except Exception as error:  # as above
-        raise DecodeError(key, _reason(error)) from error
-    return (image.width, image.height) if sideways else (image.height, image.width)
+    return image
 
 
 def _check_size(height: int, width: int, key: str) -> None:

@@ -17,7 +17,6 @@ from patchmix.data.memory import InMemorySource, from_array
 from patchmix.data.randomness import uniforms
 
 SIZE = 32
-CLASSES = ("circle", "ring", "square", "frame", "triangle", "cross", "star", "bar", "crescent", "rails")
 TRAIN_LENGTH = 10_000
 TEST_LENGTH = 2_000
 _VERSION = 2  # part of the fingerprint: raise it when the pixels change
@@ -28,7 +27,36 @@ _GROUND, _ROUGHNESS = 40.0, 60.0  # mean and spread of the ground's brightness
 _POINTS = 5  # per side of the ground's noise
 _SHIFT = 6  # fractional bits of the corners given to OpenCV
 
-Outline = list[npt.NDArray[np.float64]]
+
+def _box(half_width: float, half_height: float) -> npt.NDArray[np.float64]:
+    corners = [(-half_width, -half_height), (half_width, -half_height), (half_width, half_height)]
+    return np.array([*corners, (-half_width, half_height)])
+
+
+def _arc(start: float, stop: float, corners: int = 32) -> npt.NDArray[np.float64]:
+    """Points on the unit circle, in degrees; a full turn does not repeat its first point: (corners, 2)."""
+    closed = abs(stop - start) >= 360
+    angle = np.deg2rad(np.linspace(start, stop, corners, endpoint=not closed))
+    return np.stack([np.cos(angle), np.sin(angle)], axis=1)
+
+
+# Corners (x, y) of shapes with circumradius 1: some closed lines, each (corners, 2), filled by even-odd.
+_CROSS = np.array([(0.28, -1), (0.28, -0.28), (1, -0.28)])  # a quarter of it
+_OUTLINES: dict[str, list[npt.NDArray[np.float64]]] = {
+    "circle": [_arc(0, 360) * 0.95],
+    "ring": [_arc(0, 360) * 0.95, _arc(0, 360) * 0.55],
+    "square": [_box(0.8, 0.8)],
+    "frame": [_box(0.95, 0.95), _box(0.64, 0.64)],
+    "triangle": [_arc(-90, 270, 3)],
+    "cross": [np.concatenate([_CROSS, _CROSS[:, ::-1] * (-1, 1), -_CROSS, _CROSS[:, ::-1] * (1, -1)])],
+    "star": [np.stack([_arc(-90, 270, 5), _arc(-54, 306, 5) * 0.3], axis=1).reshape(-1, 2)],
+    "bar": [_box(1.0, 0.3)],
+    "crescent": [
+        np.concatenate([_arc(50, 310, 24), _arc(290, 70, 24) * 0.82 + np.array([0.36, 0])]) + np.array([0.1, 0])
+    ],
+    "rails": [_box(1.0, 0.2) + np.array([0, side]) for side in (-0.6, 0.6)],
+}
+CLASSES = tuple(_OUTLINES)
 
 
 def shapes_source(split: Split, length: int | None = None) -> InMemorySource:
@@ -60,14 +88,13 @@ def draw_shapes(split: Split, length: int) -> Pixels:
     hsv = np.stack([each[:, :, 4] * 180, 120 + 135 * each[:, :, 5], 180 + 75 * each[:, :, 6]], axis=2)
     color = cv2.cvtColor(hsv.astype(np.uint8), cv2.COLOR_HSV2RGB).tolist()
 
-    outlines = [_outline(name) for name in CLASSES]
     ground = _ground(split, length)
     images = np.empty((length, SIZE, SIZE, 3), np.uint8)
     for i in range(length):
         image = np.clip(cv2.resize(ground[i], (SIZE, SIZE)), 0, 255).astype(np.uint8)
         placed = [
             (part @ turn[i].transpose(0, 2, 1)) * radius[i, :, None, None] + center[i, :, None]
-            for part in outlines[i % len(CLASSES)]
+            for part in _OUTLINES[CLASSES[i % len(CLASSES)]]
         ]  # per part: (9, corners, 2)
         fixed = [np.rint((part - 0.5) * (1 << _SHIFT)).astype(np.int32) for part in placed]
         for k in range(count):
@@ -81,47 +108,3 @@ def _ground(split: Split, length: int) -> npt.NDArray[np.float32]:
     draw = uniforms(_POINTS * _POINTS * 3, _SEED + 1, int(split == "test"), np.arange(length)).astype(np.float32)
     noise = np.float32(_GROUND) + (draw - np.float32(0.5)) * np.float32(_ROUGHNESS)
     return noise.reshape(length, _POINTS, _POINTS, 3)
-
-
-def _outline(name: str) -> Outline:
-    """Corners (x, y) of a shape with circumradius 1: some closed lines, each (corners, 2), filled by even-odd."""
-    if name == "circle":
-        return [_arc(0, 360) * 0.95]
-    if name == "ring":
-        return [_arc(0, 360) * 0.95, _arc(0, 360) * 0.55]
-    if name == "square":
-        return [_box(0.8, 0.8)]
-    if name == "frame":
-        return [_box(0.95, 0.95), _box(0.64, 0.64)]
-    if name == "triangle":
-        return [_arc(-90, 270, 3)]
-    if name == "cross":
-        a, b = 1.0, 0.28
-        quarter = np.array([(b, -a), (b, -b), (a, -b)])
-        turn = np.array([[0, -1], [1, 0]])
-        parts = [quarter]
-        for _ in range(3):
-            parts.append(parts[-1] @ turn.T)
-        return [np.concatenate(parts)]
-    if name == "star":
-        tips, notches = _arc(-90, 270, 5), _arc(-54, 306, 5) * 0.3
-        return [np.stack([tips, notches], axis=1).reshape(-1, 2)]
-    if name == "bar":
-        return [_box(1.0, 0.3)]
-    if name == "crescent":
-        outer, inner = _arc(50, 310, 24), _arc(290, 70, 24) * 0.82
-        return [np.concatenate([outer, inner + np.array([0.36, 0.0])]) + np.array([0.1, 0.0])]
-    assert name == "rails", name
-    return [_box(1.0, 0.2) + np.array([0.0, side]) for side in (-0.6, 0.6)]
-
-
-def _box(half_width: float, half_height: float) -> npt.NDArray[np.float64]:
-    corners = [(-half_width, -half_height), (half_width, -half_height), (half_width, half_height)]
-    return np.array([*corners, (-half_width, half_height)])
-
-
-def _arc(start: float, stop: float, corners: int = 32) -> npt.NDArray[np.float64]:
-    """Points on the unit circle, in degrees; a full turn does not repeat its first point: (corners, 2)."""
-    closed = abs(stop - start) >= 360
-    angle = np.deg2rad(np.linspace(start, stop, corners, endpoint=not closed))
-    return np.stack([np.cos(angle), np.sin(angle)], axis=1)

@@ -30,8 +30,7 @@ FORMS = (
 )
 _SPLITS: tuple[Split, ...] = ("train", "test")
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("val", "validation", "test")}
-_CIFAR_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
-_CIFAR_ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}
+_CIFAR = ("cifar10", "cifar100")
 
 Openers = dict[Split, Callable[[], Source]]
 
@@ -66,7 +65,7 @@ def _openers(data: str | Path, class_folders: bool = False, progress: bool = Tru
         length = _shapes_length(str(data))
         return {"train": lambda: shapes_source("train", length), "test": lambda: shapes_source("test")}
     root = None if names_shards(str(data)) else _local(data)
-    if root is None and data in _CIFAR_FOLDERS:
+    if root is None and data in _CIFAR:
         return {split: partial(_cifar_source, str(data), split) for split in _SPLITS}
     if root is not None and (files := _parquet_files(root)):
         return {split: partial(ParquetSource, paths, name=titles[split]) for split, paths in files.items()}
@@ -96,7 +95,7 @@ def _open_split(folders: dict[Split, Path], split: Split, title: str) -> Source:
 
 def _local(data: str | Path) -> Path | None:
     """The path that `data` means; None for a set that torchvision holds or fetches."""
-    if data in _CIFAR_FOLDERS:
+    if data in _CIFAR:
         folder = _find_folder(str(data))
         return folder if folder is not None and _parquet_files(folder) else None
     if data == "imagenet":
@@ -164,14 +163,13 @@ def _find_folder(name: str) -> Path | None:
 def _cifar_source(name: str, split: Split) -> InMemorySource:
     """CIFAR-10 or CIFAR-100 in the authors' files, checked by md5, through torchvision."""
     dataset = _open_cifar(name, train=split == "train")
-    images = np.asarray(dataset.data, np.uint8)
     return from_array(
-        images,
+        np.asarray(dataset.data, np.uint8),
         np.asarray(dataset.targets, np.int64),
         tuple(dataset.classes),
         name=f"{name} ({split})",
         prefix=f"{name}-{split}",
-        fingerprint=hashlib.sha256(f"{name}\0{split}\0{len(images)}".encode()).hexdigest()[:32],
+        fingerprint=hashlib.sha256(f"{name}\0{split}\0{len(dataset.data)}".encode()).hexdigest()[:32],
     )
 
 
@@ -181,7 +179,7 @@ def _open_cifar(name: str, *, train: bool) -> Any:
     kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
     roots = _data_roots()
     for root in roots:
-        unpacked, packed = root / _CIFAR_FOLDERS[name], root / _CIFAR_ARCHIVES[name]
+        unpacked, packed = root / kind.base_folder, root / kind.filename
         if not (unpacked.is_dir() or packed.is_file()):
             continue
         try:
@@ -196,6 +194,6 @@ def _open_cifar(name: str, *, train: bool) -> Any:
     except (URLError, OSError, RuntimeError) as error:
         reason = getattr(error, "reason", None) or error
         raise ValueError(
-            f"{name!r} is not in {_places()} and cannot be downloaded ({reason}); put {_CIFAR_ARCHIVES[name]} from "
+            f"{name!r} is not in {_places()} and cannot be downloaded ({reason}); put {kind.filename} from "
             "https://www.cs.toronto.edu/~kriz/cifar.html there, or use 'shapes', which needs no files"
         ) from error

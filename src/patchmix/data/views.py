@@ -53,12 +53,10 @@ class View:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"view size {self.size} must be at least 1 pixel; give the model's input size")
-        for name in ("flip", "jitter", "gray", "blur", "solarize"):
+        for name in ("flip", "jitter", "gray", "blur", "solarize", "brightness", "contrast", "saturation"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} {getattr(self, name)} is a probability; give a number in 0…1")
-        for name in ("brightness", "contrast", "saturation"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} {getattr(self, name)} is a largest change; give a number in 0…1")
+                kind = "largest change" if name in ("brightness", "contrast", "saturation") else "probability"
+                raise ValueError(f"{name} {getattr(self, name)} is a {kind}; give a number in 0…1")
         if not 0 <= self.hue <= 0.5:
             raise ValueError(f"hue {self.hue} is a largest turn of the color circle; give a number in 0…0.5")
         for name in ("area", "ratio", "sigma"):
@@ -230,18 +228,16 @@ def _whole_size(image: Pixels | Reduced) -> tuple[int, int]:
 
 def _at_scale(parameters: Parameters, images: Sequence[Pixels | Reduced]) -> Parameters:
     """The boxes of reduced images in their own pixels, with edges to the nearest one."""
-    box = parameters.box
+    box = parameters.box.copy()
     for i, image in enumerate(images):
         if isinstance(image, Reduced):
-            if box is parameters.box:
-                box = box.copy()
             rows, columns = image.pixels.shape[:2]
             reduction = round(image.height / rows)
             top, left, height, width = box[i].tolist()
             first, start = round(top / reduction), round(left / reduction)
             last, end = min(rows, round((top + height) / reduction)), min(columns, round((left + width) / reduction))
             box[i] = first, start, last - first, end - start
-    return parameters if box is parameters.box else replace(parameters, box=box)
+    return replace(parameters, box=box)
 
 
 def render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixels:
