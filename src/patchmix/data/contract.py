@@ -19,31 +19,25 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """For messages, such as "cifar10 (train)"."""
-        ...
 
     @property
     def labels(self) -> Labels | None:
         """int64 (len,), or None where there are none."""
-        ...
 
     @property
     def classes(self) -> tuple[str, ...] | None:
         """The name of each label, or None."""
-        ...
 
     def __len__(self) -> int: ...
 
     def load(self, index: int) -> Pixels:
         """uint8 (H, W, 3), RGB, upright; shared, so not to be written to. Raises DecodeError."""
-        ...
 
     def key(self, index: int) -> str:
         """The sample's own name: its path below the root, or "train.parquet#123"."""
-        ...
 
     def fingerprint(self) -> str:
         """Hex digits that identify the contents; independent of where they are stored."""
-        ...
 
 
 class Groups(NamedTuple):
@@ -65,4 +59,3 @@ class Encoded(Protocol):
 
     def encoded(self, index: int) -> bytes:
         """The image file's bytes, as they are. Raises DecodeError."""
-        ...

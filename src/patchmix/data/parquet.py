@@ -41,7 +41,8 @@ class ParquetSource:
         self.groups = Groups(self._starts, max(1, min(_MOST_GROUPS, window)))
         schema = opened[0].schema_arrow
         self._image_column = _image_column(schema, self._files[0])
-        self._label_column = next((c for c in LABEL_COLUMNS if _is_integer(schema, c)), None)
+        integers = [field.name for field in schema if pa.types.is_integer(field.type)]
+        self._label_column = next((column for column in LABEL_COLUMNS if column in integers), None)
         self.classes = _class_names(schema, self._label_column)
         self.labels = self._read_labels()
         self.release()
@@ -149,10 +150,6 @@ def _image_column(schema: Any, file: Path) -> str:
         f"{str(file)!r} has the columns {', '.join(schema.names)}; needs 'image' or 'img' as binary, "
         "or as a struct with 'bytes', the Hugging Face image layout"
     )
-
-
-def _is_integer(schema: Any, name: str) -> bool:
-    return name in schema.names and pa.types.is_integer(schema.field(name).type)
 
 
 def _class_names(schema: Any, label_column: str | None) -> tuple[str, ...] | None:

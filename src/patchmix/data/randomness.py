@@ -8,6 +8,7 @@ Legend: N samples in G groups (contiguous runs that are cheap to read together: 
 batch, L lanes.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,4 @@ def order_of(source: Source, batch_size: int, seed: int) -> Order:
 
 def lanes_for(batch_size: int, window: int) -> int:
     """The largest power of two up to 8 that divides the batch and leaves each lane a group of the window."""
-    lanes = 1
-    while lanes < _MOST_LANES and lanes * 2 <= window and batch_size % (lanes * 2) == 0:
-        lanes *= 2
-    return lanes
+    return math.gcd(batch_size, 1 << min(_MOST_LANES, window).bit_length() - 1)

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -35,7 +36,7 @@ _LABEL_FIELDS = ("cls", "label", "class")  # of a .json
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MOST_SHARDS = 100_000
-_SPLIT_WORDS = ("train", "validation", "val", "test")
+_SPLIT_WORDS = ("train", "val", "test")  # with "val", also "validation"
 _TIMEOUT = 60  # seconds without an answer
 _CACHE_GB = 20.0
 
@@ -84,21 +85,14 @@ def files_below(root: Path, ending: str) -> list[Path]:
 
 def by_split(names: Iterable[str], root: str = "") -> dict[Split, list[str]]:
     """Files by how their names, or else their folders' names, begin; all are for training where no name says it."""
-    groups: dict[str, list[str]] = {}
     names = list(names)
+    groups: dict[str, list[str]] = {}
     for name in names:
-        parts = name.removeprefix(root).strip("/").split("/")
-        for part in reversed(parts[-2:]):
-            word = next((w for w in _SPLIT_WORDS if part.startswith(w)), None)
-            if word is not None:
-                groups.setdefault("val" if word == "validation" else word, []).append(name)
-                break
-    if names and not groups:
-        return {"train": names}
-    splits: dict[Split, list[str]] = {
-        "train": groups.get("train", []),
-        "test": groups.get("val") or groups.get("test", []),
-    }
+        parts = name.removeprefix(root).strip("/").split("/")[-2:]
+        word = next((word for part in reversed(parts) for word in _SPLIT_WORDS if part.startswith(word)), "")
+        groups.setdefault(word, []).append(name)
+    train, test = groups.get("train", []), groups.get("val") or groups.get("test", [])
+    splits: dict[Split, list[str]] = {"train": train, "test": test} if train or test else {"train": names}
     return {split: found for split, found in splits.items() if found}
 
 
@@ -150,7 +144,7 @@ def open_remote(url: str, expected: int | None = None) -> IO[bytes]:
     `expected`: its size, if an index says so. A file that others remove later stays readable once it is open.
     """
     room = _cache_bytes()
-    storage = _fetched() / hashlib.sha256(url.encode()).hexdigest()[:20]
+    storage = cache_folder("shards") / "fetched" / hashlib.sha256(url.encode()).hexdigest()[:20]
     storage.mkdir(parents=True, exist_ok=True)
     with FileLock(storage / ".lock"):
         for attempt in range(TRIES):
@@ -166,10 +160,6 @@ def open_remote(url: str, expected: int | None = None) -> IO[bytes]:
     raise AssertionError("the last try returns or raises")
 
 
-def _fetched() -> Path:
-    return cache_folder("shards") / "fetched"
-
-
 def _fetch(url: str, storage: Path, expected: int | None, room: int) -> IO[bytes]:
     """Open the file that fsspec's cache has, or gets, in `storage`."""
     unfinished = storage / ".unfinished"  # fsspec writes in place: what a killed process began must go
@@ -179,7 +169,7 @@ def _fetch(url: str, storage: Path, expected: int | None, room: int) -> IO[bytes
             path.unlink()
         kept = []
     if not kept:
-        prune(_fetched(), max(0, room - (expected or 0)))
+        prune(storage.parent, max(0, room - (expected or 0)))
     unfinished.touch()
     cache = {"cache_storage": str(storage), "same_names": True}
     (name,) = fsspec.open_local([f"simplecache::{url}"], simplecache=cache, **_options(url))
@@ -194,7 +184,7 @@ def _fetch(url: str, storage: Path, expected: int | None, room: int) -> IO[bytes
     os.utime(name, ns=(time.time_ns(),) * 2)  # used just now; the system's own clock is coarse
     unfinished.unlink()
     if not kept:
-        prune(_fetched(), room, keep=Path(name))
+        prune(storage.parent, room, keep=Path(name))
     return file
 
 
@@ -289,14 +279,8 @@ def scan(file: IO[bytes]) -> Scan:
     webdataset: `a/0001.jpg` and `a/0001.cls`.
     """
     result = Scan()
-    prefix: str | None = None
-    group: list[Member] = []
-    for member in _members(file, result):
-        if _prefix(member.name) != prefix:
-            _close_sample(file.fileno(), group, result)
-            prefix, group = _prefix(member.name), []
-        group.append(member)
-    _close_sample(file.fileno(), group, result)
+    for _, group in groupby(_members(file, result), lambda member: _split_name(member.name)[0]):
+        _add_sample(file.fileno(), list(group), result)
     if result.damaged and any(sample.label >= 0 for sample in result.samples):
         whole = [sample for sample in result.samples if sample.label >= 0]
         result.skipped["label lost"] += len(result.samples) - len(whole)
@@ -343,30 +327,27 @@ def _unwanted(header: tarfile.TarInfo) -> str | None:
     return None
 
 
-def _prefix(name: str) -> str:
+def _split_name(name: str) -> tuple[str, str]:
+    """ "a/0001.left.JPG" → "a/0001", ".left.jpg"."""
     folder, slash, base = name.rpartition("/")
-    return folder + slash + base.partition(".")[0]
+    stem, dot, extension = base.partition(".")
+    return folder + slash + stem, dot + extension.lower()
 
 
-def _extension(name: str) -> str:
-    return "." + name.rpartition("/")[2].partition(".")[2].lower()
-
-
-def _close_sample(handle: int, group: list[Member], result: Scan) -> None:
-    images = [member for member in group if _extension(member.name).endswith(EXTENSIONS)]
+def _add_sample(handle: int, group: list[Member], result: Scan) -> None:
+    extensions = [_split_name(member.name)[1] for member in group]
+    images = [place for place, extension in enumerate(extensions) if extension.endswith(EXTENSIONS)]
     if not images:
         return
     # `0001.jpg` before `0001.left.jpg`.
-    image = next((member for member in images if _extension(member.name) in EXTENSIONS), images[0])
+    image = group[next((place for place in images if extensions[place] in EXTENSIONS), images[0])]
     result.skipped["further image of a sample"] += len(images) - 1
     if image.size > MAX_MEMBER:
         result.skipped[f"larger than {MAX_MEMBER >> 20} MB"] += 1
         return
-    label = -1
-    for member in group:
-        if _extension(member.name) in (".cls", ".json") and label < 0:
-            label = _read_label(handle, member)
-    result.samples.append(Sample(image, label))
+    members = zip(group, extensions, strict=True)
+    labels = (_read_label(handle, member) for member, extension in members if extension in (".cls", ".json"))
+    result.samples.append(Sample(image, next((label for label in labels if label >= 0), -1)))
 
 
 def _read_label(handle: int, member: Member) -> int:

@@ -81,7 +81,6 @@ class Transform(Protocol):
 
     def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Pixels]:
         """Images of any size → per view uint8 (N, h, w, 3), contiguous."""
-        ...
 
 
 class Views:
