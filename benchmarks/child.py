@@ -86,7 +86,7 @@ def plain(what: dict[str, Any]) -> Callable[[Answer], Answer]:
     optimizer = plain_optimizer(model)
     views = random_views(sizes.image_size, what["batch"])
     phases = Phases(CPU)
-    model.key = phases.wrap("keys", model.key)  # type: ignore[method-assign, assignment]
+    model.key = phases.of("keys")(model.key)  # type: ignore[method-assign, assignment]
 
     def iterate() -> float:
         with phases.of("forward"):
@@ -105,7 +105,7 @@ def plain(what: dict[str, Any]) -> Callable[[Answer], Answer]:
 
 def _step(iterate: Callable[[], float], phases: Phases | None, before: int) -> Answer:
     if phases is not None:
-        phases.reset()
+        phases.seconds.clear()
     began = time.perf_counter()
     loss = iterate()
     elapsed = time.perf_counter() - began

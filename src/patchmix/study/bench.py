@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from patchmix.device import resolve_device
 from patchmix.interop.backbone import Architecture
 from patchmix.methods.method import Method
 from patchmix.settings import Bench
-from patchmix.study.flops import METHODS, Sizes, method_flops
+from patchmix.study.flops import config_flops
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.loop import Plan, build_optimizer, train_step, wrap
 
@@ -78,26 +78,16 @@ def bench(settings: Bench[Any]) -> None:
     if device.type == "cpu":
         (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
     method = build.build_method(config).to(device).train()
-    encoder = method.encoder
-    assert isinstance(encoder, VisionTransformer)
-    shape = Architecture.of(config.model.name, encoder)
-    source = build.build_source(config)
-    loader = build.build_loader(config, source, shape.image_size, pin_memory=device.type == "cuda")
-    flops = None
-    if config.method.name in METHODS:
-        options = asdict(config.method.options)
-        heads = {key: options[key] for key in ("head_hidden", "head_out") if key in options}
-        depth, in_chans = len(encoder.blocks), config.model.in_chans
-        sizes = Sizes(shape.image_size, shape.patch_size, encoder.embed_dim, depth, in_chans, **heads)
-        crops: dict[str, Any] = {"local_crops": config.views.local_crops, "local_size": config.views.local_size}
-        flops = method_flops(config.method.name, sizes, batch=loader.micro_batch_size, attention=True, **crops)
+    assert isinstance(method.encoder, VisionTransformer)
+    image_size = Architecture.of(config.model.name, method.encoder).image_size
+    loader = build.build_loader(config, build.build_source(config), image_size, pin_memory=device.type == "cuda")
     speed = measure_speed(
         method,
         loader.batches(),
         build.build_prepare(views=config.views, in_chans=config.model.in_chans),
         build.build_plan(config, loader.steps_per_epoch, device),
         device=device,
-        flops=flops,
+        flops=config_flops(config, class_token=False),  # of the plain iteration: work left out counts as speed
         steps=settings.steps,
     )
     if settings.as_json:
@@ -116,7 +106,7 @@ def measure_speed(
     flops: float | None,
     steps: int = 5,
 ) -> Speed:
-    """Trains a few steps. `flops`: of one forward and backward pass, by the closed form."""
+    """Trains a few steps. `flops`: of a step, per image, by the closed form."""
     before = 0 if device.type == "cuda" else resident_bytes()
     reset_peak(device)
     views = prepare(next(batches).to(device))
@@ -140,12 +130,11 @@ def measure_speed(
     for _ in range(2):
         step()
     whole = sum(phases.seconds.values())
-    share = None
-    if flops is not None:
-        flops *= plan.accumulate
-        share = Spread.of([flops / t / rate for t, rate in zip(times["step"], times["gemm"], strict=True)])
     spread = Spread.of(times["step"])
     images = len(views[0]) * plan.accumulate
+    share = None
+    if flops is not None:
+        share = Spread.of([images * flops / t / rate for t, rate in zip(times["step"], times["gemm"], strict=True)])
     return Speed(
         device=str(device),
         batch_size=images,
@@ -198,7 +187,7 @@ class RepeatedStep:
             if hasattr(self.method, "mix"):
                 self.method.mix = TimedMix(self.method.mix, phases)  # type: ignore[assignment]
             if hasattr(self.method, "keys"):
-                self.method.keys = phases.wrap("keys", self.method.keys)  # type: ignore[assignment, arg-type]
+                self.method.keys = phases.of("keys")(self.method.keys)  # type: ignore[assignment, arg-type]
         return phases
 
     def __call__(self) -> float:
@@ -300,9 +289,6 @@ class Phases:
         self._since = 0.0
         self.seconds: dict[str, float] = {}
 
-    def reset(self) -> None:
-        self.seconds = {}
-
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
         self._charge()
@@ -321,20 +307,17 @@ class Phases:
             self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
         self._since = now
 
-    def wrap(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
-        def timed(*args: object, **kwargs: object) -> object:
-            with self.of(name):
-                return function(*args, **kwargs)
-
-        return timed
-
 
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-def resident_bytes() -> int:
+def resident_bytes(key: str = "VmRSS") -> int:
     """What this process holds in memory now; 0 where the system does not say."""
-    return _status("VmRSS")
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key + ":")), 0)
 
 
 def peak_bytes(device: torch.device | None = None) -> int:
@@ -342,7 +325,7 @@ def peak_bytes(device: torch.device | None = None) -> int:
     if device is not None and device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resident_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reset_peak(device: torch.device | None = None) -> None:
@@ -350,15 +333,5 @@ def reset_peak(device: torch.device | None = None) -> None:
     if device is not None and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
+    with suppress(OSError):  # not Linux, or not allowed: the peak stays that of the whole process
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # not Linux, or not allowed: the peak stays that of the whole process
-        return
-
-
-def _status(key: str) -> int:
-    try:
-        text = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key + ":")), 0)

@@ -23,10 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from patchmix.build import build_weightless
 from patchmix.config import Config
+from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import create_encoder
 from patchmix.settings import Flops
 
-METHODS = ("patchmix", "mocov3", "simclr", "byol", "swav", "dino", "ibot", "sdmp", "regioncl")
 MODELS = ("vit_tiny_patch2_32", "vit_small_patch2_32", "vit_base_patch2_32")
 
 # Table "cifar", column #FLOPs, in G (10⁹), in the order of MODELS.
@@ -52,8 +52,6 @@ class Sizes:
     dim: int
     depth: int
     in_chans: int = 3
-    head_hidden: int = 4096
-    head_out: int = 256
 
     @property
     def patches(self) -> int:
@@ -118,46 +116,33 @@ class Iteration:
 
 def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = None) -> Iteration:
     """What each method computes; `options` are its own, where they differ from its defaults."""
-    given = dict(options or {})
-    d = sizes.dim
-
-    def widths(hidden: int, out: int) -> tuple[int, int]:
-        return given.get("head_hidden", hidden), given.get("head_out", out)
-
-    def distill(prototypes: int) -> tuple[int, int]:
-        """Of one token: to the bottleneck, and from there to the prototypes."""
-        hidden, out = widths(2048, prototypes)
-        bottleneck = given.get("head_bottleneck", 256)
-        return mlp_flops(d, hidden, hidden, bottleneck), mlp_flops(bottleneck, out)
-
-    hidden, out = widths(sizes.head_hidden, sizes.head_out)  # of PatchMix, MoCo v3, SDMP and RegionCL
-    project = mlp_flops(d, hidden, hidden, out)
-    query = project + mlp_flops(out, hidden, out)
-    if method == "patchmix":
-        return Iteration(2, 3, 2, query, project)
-    if method == "mocov3":
-        return Iteration(2, 2, 1, query, project)
-    if method == "sdmp":
-        return Iteration(2, 3, 1, query, project)
-    if method == "regioncl":
-        return Iteration(2, 1, 1, query, project, extra_online=query, online_all_tokens=1)
+    if method not in METHOD_OPTIONS:
+        raise ValueError(f"method is {method!r}; FLOPs are known for {', '.join(METHOD_OPTIONS)}")
+    option = {**asdict(METHOD_OPTIONS[method]()), **(options or {})}
+    d, hidden, out = sizes.dim, option["head_hidden"], option["head_out"]
     if method == "simclr":
-        hidden, out = widths(2048, 128)
-        return Iteration(2, 0, 1, mlp_flops(d, *[hidden] * (given.get("head_layers", 2) - 1), out), 0)
-    if method == "byol":
-        hidden, out = widths(4096, 256)
-        return Iteration(2, 2, 1, mlp_flops(d, hidden, out) + mlp_flops(out, hidden, out), mlp_flops(d, hidden, out))
+        return Iteration(2, 0, 1, mlp_flops(d, *[hidden] * (option["head_layers"] - 1), out), 0)
     if method == "swav":
-        return Iteration(2, 0, 1, mlp_flops(d, *widths(2048, 128), given.get("prototypes", 3000)), 0)
-    if method == "dino":
-        return Iteration(2, 2, 1, sum(distill(65536)), sum(distill(65536)))
-    if method == "ibot":
-        embed, score = distill(8192)
-        share = given.get("mask_probability", 0.5) * sum(given.get("mask_ratio", (0.1, 0.5))) / 2
-        masked = 2 * round(share * sizes.patches)
+        return Iteration(2, 0, 1, mlp_flops(d, hidden, out, option["prototypes"]), 0)
+    if method in ("dino", "ibot"):
+        bottleneck = option["head_bottleneck"]
+        embed, score = mlp_flops(d, hidden, hidden, bottleneck), mlp_flops(bottleneck, out)
+        if method == "dino":
+            return Iteration(2, 2, 1, embed + score, embed + score)
+        masked = 2 * round(option["mask_probability"] * sum(option["mask_ratio"]) / 2 * sizes.patches)
         teacher = 2 * sizes.patches * embed + masked * score
         return Iteration(2, 2, 1, embed + score, embed + score, masked * (embed + score), teacher, 2, 2)
-    raise ValueError(f"method is {method!r}; FLOPs are known for {', '.join(METHODS)}")
+    project = mlp_flops(d, hidden, out) if method == "byol" else mlp_flops(d, hidden, hidden, out)
+    query = project + mlp_flops(out, hidden, out)
+    if method == "regioncl":
+        return Iteration(2, 1, 1, query, project, extra_online=query, online_all_tokens=1)
+    return Iteration(
+        online_views=2,
+        momentum_views=3 if method in ("patchmix", "sdmp") else 2,
+        local_views=2 if method == "patchmix" else 1,
+        online_head=query,
+        momentum_head=project,
+    )
 
 
 def method_flops(
@@ -189,15 +174,21 @@ def method_flops(
     return batch * (3 * online + momentum)
 
 
-def config_flops(config: Config) -> int | None:
-    """FLOPs of a training step per image, as it runs here; None where no closed form is known."""
+def config_flops(config: Config, *, class_token: bool = True) -> int | None:
+    """FLOPs of a training step per image, with attention; None where no closed form is known."""
     model, views = config.model, config.views
     try:
         sizes = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
-        sizes = replace(sizes, dim=model.dim or sizes.dim, depth=model.depth or sizes.depth, in_chans=model.in_chans)
-        crops = {"local_crops": views.local_crops, "local_size": views.local_size}
-        as_run: dict[str, Any] = {"attention": True, "class_token": True, **crops}
-        return method_flops(config.method.name, sizes, options=asdict(config.method.options), batch=1, **as_run)
+        return method_flops(
+            config.method.name,
+            replace(sizes, dim=model.dim or sizes.dim, depth=model.depth or sizes.depth, in_chans=model.in_chans),
+            options=asdict(config.method.options),
+            batch=1,
+            attention=True,
+            class_token=class_token,
+            local_crops=views.local_crops,
+            local_size=views.local_size,
+        )
     except ValueError:  # another project's method or model
         return None
 
@@ -268,7 +259,7 @@ def flops_table(settings: Flops) -> list[FlopsRow]:
     batch = settings.batch
     for model in (settings.model,) if settings.model else MODELS:
         sizes = sizes_of(model, image_size=settings.image_size)
-        for method in (settings.method,) if settings.method else METHODS:
+        for method in (settings.method,) if settings.method else METHOD_OPTIONS:
             as_paper = batch == 2 and settings.image_size is None and model in MODELS and method in PAPER_GFLOPS
             number, size = PAPER_CROPS.get(method, (0, 96)) if model in MODELS else (0, 96)
             if settings.local_crops is not None:
