@@ -33,6 +33,7 @@ SIGNS = {"ok": "[green]✓[/]", "could be better": "[yellow]![/]", "missing": "[
 VERSIONS = ("patchmix-ssl", "torch", "torchvision", "timm", "numpy", "opencv-python-headless", "pillow")
 EXTRAS = {"wandb": "wandb", "onnx": "onnx"}  # module: extra
 LEAST_FREE_GB = 5.0
+Verdict = Literal["ok", "could be better", "missing"]
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,11 @@ class Finding:
     what: str
     found: str
     remedy: str = ""
-    verdict: Literal["ok", "could be better", "missing"] = "ok"
+    verdict: Verdict = "ok"
 
 
-def better(what: str, found: str, remedy: str) -> Finding:
-    return Finding(what, found, remedy, "could be better")
-
-
-def missing(what: str, found: str, remedy: str) -> Finding:
-    return Finding(what, found, remedy, "missing")
+def check(fine: bool, what: str, found: str, remedy: str, *, otherwise: Verdict = "could be better") -> Finding:
+    return Finding(what, found) if fine else Finding(what, found, remedy, otherwise)
 
 
 def doctor(settings: Doctor) -> None:
@@ -87,30 +84,28 @@ def versions() -> Iterator[Finding]:
 def devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         remedy = "runs use the CPU; for a GPU install its driver and a torch build with CUDA"
-        yield better("GPU", "none that torch sees", remedy)
+        yield check(False, "GPU", "none that torch sees", remedy)
         return
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         yield Finding(f"GPU {number}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GB")
-    if torch.cuda.is_bf16_supported():
-        yield Finding("bf16", "in hardware; precision auto uses it")
-    else:
-        yield better("bf16", "not in hardware", "runs are fp32; GPUs since 2020 have it")
+    fast = torch.cuda.is_bf16_supported()
+    found = "in hardware; precision auto uses it" if fast else "not in hardware"
+    yield check(fast, "bf16", found, "runs are fp32; GPUs since 2020 have it")
 
 
 def cores() -> Iterator[Finding]:
     usable, threads = usable_cores(), torch.get_num_threads()
     found = f"{threads} threads on {usable} cores"
+    wanted = os.environ.get("OMP_NUM_THREADS")
+    remedy = f"OMP_NUM_THREADS={wanted} leaves cores idle; unset it, or use them as workers"
     if threads > usable:
-        yield better("threads", found, f"threads wait for each other: set OMP_NUM_THREADS={usable}")
-    elif threads < usable and "OMP_NUM_THREADS" in os.environ:
-        remedy = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} leaves cores idle; unset it, or use them as workers"
-        yield better("threads", found, remedy)
-    else:
-        yield Finding("threads", found)
+        remedy = f"threads wait for each other: set OMP_NUM_THREADS={usable}"
+    yield check(threads == usable or (threads < usable and wanted is None), "threads", found, remedy)
     load = os.getloadavg()[0]
     if load > usable + 0.5:
-        yield better("load", f"{load:.1f} on {usable} cores", "other programs compete for the cores and slow runs down")
+        remedy = "other programs compete for the cores and slow runs down"
+        yield check(False, "load", f"{load:.1f} on {usable} cores", remedy)
     if torch.cuda.is_available():  # all cores but one feed the GPUs
         workers = max(1, min(16, (usable - 1) // torch.cuda.device_count()))
         yield Finding("workers", f"--workers {workers} suits this GPU")
@@ -126,14 +121,14 @@ def memory() -> Iterator[Finding]:
         yield Finding("allocator", "glibc; runs on the CPU keep freed memory (mallopt)")
     else:
         remedy = "freed memory goes back to the system at every step; preload jemalloc where there is one"
-        yield better("allocator", "the system's own", remedy)
+        yield check(False, "allocator", "the system's own", remedy)
     policy = page_policy()
-    if policy == "never" or (policy == "madvise" and not can_ask_for_huge_pages()):
+    if policy is not None:
+        fine = policy == "always" or (policy == "madvise" and can_ask_for_huge_pages())
         wanted = "madvise" if policy == "never" else "always"
-        yield better("huge pages", policy, f"as root: echo {wanted} > /sys/kernel/mm/transparent_hugepage/enabled")
-    elif policy is not None:
-        asked = "; commands that compute ask for them" if policy == "madvise" else ""
-        yield Finding("huge pages", policy + asked)
+        remedy = f"as root: echo {wanted} > /sys/kernel/mm/transparent_hugepage/enabled"
+        asked = "; commands that compute ask for them" if policy == "madvise" and fine else ""
+        yield check(fine, "huge pages", policy + asked, remedy)
 
 
 def images() -> Iterator[Finding]:
@@ -146,61 +141,50 @@ def images() -> Iterator[Finding]:
     for name, library, in_pillow in (("JPEG", "libjpeg-turbo", turbo), ("WEBP", "", webp)):
         line = re.search(rf"^\s*{name}:\s*(.+)$", build, flags=re.MULTILINE)
         codec = line[1].strip() if line else "NO"
-        if codec.startswith("NO") or library not in codec:
-            remedy = "pip install --force-reinstall opencv-python-headless, whose wheels have it"
-            yield better(name, f"OpenCV: {codec}", remedy)
-        else:
-            yield Finding(name, f"OpenCV: {codec}; Pillow: {in_pillow}")
+        fine = library in codec and not codec.startswith("NO")
+        remedy = "pip install --force-reinstall opencv-python-headless, whose wheels have it"
+        yield check(fine, name, f"OpenCV: {codec}" + (f"; Pillow: {in_pillow}" if fine else ""), remedy)
 
 
 def storage(runs: Path) -> Iterator[Finding]:
     existing = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free / 2**30
     if not os.access(existing, os.W_OK):
-        yield missing("runs", f"no permission to write in {existing}", "give --out a folder that you may write to")
-    elif free < LEAST_FREE_GB:
-        remedy = "a checkpoint of ViT-B takes 1.6 GB; free some space, or give --out another disk"
-        yield better("runs", f"{free:.1f} GB free in {existing}", remedy)
+        remedy = "give --out a folder that you may write to"
+        yield check(False, "runs", f"no permission to write in {existing}", remedy, otherwise="missing")
     else:
-        yield Finding("runs", f"{free:.0f} GB free, writable")
+        fine = free >= LEAST_FREE_GB
+        found = f"{free:.0f} GB free, writable" if fine else f"{free:.1f} GB free in {existing}"
+        remedy = "a checkpoint of ViT-B takes 1.6 GB; free some space, or give --out another disk"
+        yield check(fine, "runs", found, remedy)
     if Path("/dev/shm").is_dir():
         shared = shutil.disk_usage("/dev/shm").free / 2**30
-        if shared < 1.0:
-            remedy = "workers may run out of it: start the container with --shm-size=8g, or use --workers 0"
-            yield better("shared memory", f"{shared:.2f} GB", remedy)
-        else:
-            yield Finding("shared memory", f"{shared:.0f} GB")
+        remedy = "workers may run out of it: start the container with --shm-size=8g, or use --workers 0"
+        yield check(shared >= 1.0, "shared memory", f"{shared:.{0 if shared >= 1.0 else 2}f} GB", remedy)
 
 
 def compiling() -> Iterator[Finding]:
     if torch.cuda.is_available():
-        if importlib.util.find_spec("triton") is not None:
-            yield Finding("--compile", "triton")
-        else:
-            yield missing("--compile", "no triton", "--compile needs it: pip install triton")
-    elif compiler := cpp_compiler():
-        yield Finding("--compile", f"possible with {compiler}")
+        triton = importlib.util.find_spec("triton") is not None
+        remedy = "--compile needs it: pip install triton"
+        yield check(triton, "--compile", "triton" if triton else "no triton", remedy, otherwise="missing")
     else:
-        yield better("--compile", "no C++ compiler", "install g++, if you want --compile on the CPU")
+        compiler = cpp_compiler()
+        found = f"possible with {compiler}" if compiler else "no C++ compiler"
+        yield check(bool(compiler), "--compile", found, "install g++, if you want --compile on the CPU")
 
 
 def processes() -> Iterator[Finding]:
-    if not dist.is_available():
-        yield missing("several processes", "not in this torch", "install a torch build with distributed")
-        return
-    known = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}
-    backends = [name for name, available in known.items() if available]
-    wanted = "nccl" if torch.cuda.is_available() else "gloo"
-    if wanted in backends:
-        yield Finding("several processes", ", ".join(backends))
-    else:
-        found = ", ".join(backends) or "none"
-        yield missing("several processes", found, f"install a torch build with {wanted}")
+    wanted, backends = "nccl" if torch.cuda.is_available() else "gloo", []
+    if dist.is_available():
+        known = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}
+        backends = [name for name, available in known.items() if available]
+    remedy = f"install a torch build with {wanted}"
+    yield check(wanted in backends, "several processes", ", ".join(backends) or "none", remedy, otherwise="missing")
 
 
 def extras() -> Iterator[Finding]:
     for module, extra in EXTRAS.items():
-        if importlib.util.find_spec(module) is not None:
-            yield Finding(module, "installed")
-        else:
-            yield better(module, "not installed", f"if you want it: pip install 'patchmix-ssl[{extra}]'")
+        installed = importlib.util.find_spec(module) is not None
+        remedy = f"if you want it: pip install 'patchmix-ssl[{extra}]'"
+        yield check(installed, module, "installed" if installed else "not installed", remedy)
