@@ -158,6 +158,11 @@ class PaperRow:
     linear: float
     finetune: float
 
+    @property
+    def accuracies(self) -> dict[str, float]:
+        """By protocol."""
+        return {"knn": self.knn, "linear": self.linear, "finetune": self.finetune}
+
 
 PAPER_ROWS = (
     PaperRow("imagenet", 1_281_167, "vit_small_patch16_224", 300, 73.3, 77.4, 82.8),

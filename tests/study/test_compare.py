@@ -44,12 +44,10 @@ def make_run(folder: Path, config: Config | None, *results: Result) -> Path:
 def test_results_stand_beside_the_papers_numbers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", paper_config(), result("knn", 0.91), result("linear", 0.95), result("knn", 0.92))
     (row,) = read_rows([run])
-    assert (row.recipe, row.model, row.pretrained_on, row.epochs) == ("paper", "vit_tiny_patch2_32", "cifar10", 800)
+    assert row.config == paper_config() and row.model == "vit_tiny_patch2_32"
     assert row.results["knn"].top1 == 0.92  # the latest
-    assert row.paper_accuracy("knn") == 0.929
-    assert row.paper_accuracy("linear") == 0.944
-    assert row.paper_accuracy("finetune") == 0.975
-    assert row.paper_accuracy("linear-fast") is None  # not the paper's protocol
+    assert row.paper is not None  # linear-fast is not the paper's protocol
+    assert row.paper.accuracies == {"knn": 92.9, "linear": 94.4, "finetune": 97.5}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def test_runs_without_results_and_results_without_a_run(tmp_path: Path) -> None:
     imported = make_run(tmp_path / "imported", None, result("knn", 0.8))
     first, second = read_rows([trained, imported])
     assert first.results == {} and first.paper is None
-    assert (second.recipe, second.model, second.paper) == (None, "vit_tiny_patch2_32", None)
+    assert (second.config, second.model, second.paper) == (None, "vit_tiny_patch2_32", None)
     with pytest.raises(ValueError, match="neither a run"):
         read_rows([tmp_path / "nothing"])
     with pytest.raises(ValueError, match="nothing to compare"):

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from patchmix.evaluate.results import Result
 from patchmix.files import replacing, write_text
-from patchmix.report.style import COLORS, style
+from patchmix.report.style import COLORS, look, style
 from patchmix.study.ablation import TITLES, AblationRow
 
 PROTOCOLS = {"knn": "kNN", "linear-fast": "linear"}  # protocol → its name in tables
@@ -42,14 +42,12 @@ class AblationRun:
     failure: str | None = None
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A mean with its 95 % interval: over seeds, or of the one seed's test images."""
 
     mean: float
     low: float
     high: float
-    seeds: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,17 @@ class AblationTable:
         """What is compared, with its name in tables."""
         return HEALTH if self.evaluated_on is None else PROTOCOLS
 
+    @property
+    def interval(self) -> str | None:
+        """Which interval the scores have; None for health, which has none."""
+        if self.evaluated_on is None:
+            return None
+        counts = {self.summary(row)["seeds"] for row in self.rows} - {0}
+        one, several = "Wilson's for the test images", "Student's t over the seeds"
+        if counts == {1}:
+            return f"±: 95 % interval, {one} (one seed; it does not cover other seeds)"
+        return f"±: 95 % interval, {several}" + (f"; of rows with one seed {one}" if 1 in counts else "")
+
     def of(self, row: AblationRow) -> list[AblationRun]:
         return [run for run in self.runs if run.row == row.name]
 
@@ -81,7 +90,7 @@ class AblationTable:
             numbers[name] = _mean([getattr(run, name) for run in done])
         for protocol, name in PROTOCOLS.items():
             score = estimate([run.results[protocol] for run in done if protocol in run.results])
-            for part in ("mean", "low", "high"):
+            for part in Estimate._fields:
                 numbers[f"{name.lower()}_{part}"] = None if score is None else getattr(score, part)
         for name in HEALTH:
             numbers[name] = _mean([run.health.get(name) for run in done])
@@ -98,9 +107,9 @@ def estimate(results: Sequence[Result]) -> Estimate | None:
         return None
     mean = statistics.fmean(values)
     if len(values) == 1:
-        return Estimate(mean, *results[0].interval(), seeds=1)
+        return Estimate(mean, *results[0].interval())
     half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return Estimate(mean, mean - half, mean + half, seeds=len(values))
+    return Estimate(mean, mean - half, mean + half)
 
 
 def t_quantile(freedom: int, share: float = 0.95) -> float:
@@ -126,17 +135,6 @@ def t_share(t: float, freedom: int) -> float:
     return 2 / math.pi * (theta + total) if odd else total
 
 
-def interval_text(table: AblationTable) -> str:
-    """Which interval the table has."""
-    counts = {table.summary(row)["seeds"] for row in table.rows} - {0}
-    one, several = "Wilson's for the test images", "Student's t over the seeds"
-    if counts == {1}:
-        return f"±: 95 % interval, {one} (one seed; it does not cover other seeds)"
-    if 1 in counts:
-        return f"±: 95 % interval, {several}; of rows with one seed {one}"
-    return f"±: 95 % interval, {several}"
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return statistics.fmean(present) if present else None
@@ -157,25 +155,30 @@ def cells(table: AblationTable, row: AblationRow) -> list[str]:
 
     seeds = f"{numbers['seeds']} of {len(table.seeds)}" + (f", {numbers['failed']} failed" if numbers["failed"] else "")
     costs = [number("images_seen", ",.0f"), number("flops_per_image", ".3g", 1e9), number("seconds", ",.0f")]
-    points = [_point(table, row, key) for key in table.scores]
-    if table.evaluated_on is None:
-        scores = ["–" if point is None else f"{point[0]:.3g}" for point in points]
-    else:
-        scores = ["–" if point is None else f"{point[0]:.1f} ± {(point[2] - point[1]) / 2:.1f}" for point in points]
-    return [row.name, seeds, *costs, *scores]
+    return [row.name, seeds, *costs, *(_score(table, row, key) for key in table.scores)]
 
 
-def _point(table: AblationTable, row: AblationRow, key: str) -> tuple[float, float, float] | None:
+def _score(table: AblationTable, row: AblationRow, key: str) -> str:
+    point = _point(table, row, key)
+    if point is None:
+        return "–"
+    return (
+        f"{point.mean:.3g}" if table.evaluated_on is None else f"{point.mean:.1f} ± {(point.high - point.low) / 2:.1f}"
+    )
+
+
+def _point(table: AblationTable, row: AblationRow, key: str) -> Estimate | None:
     """Value and interval of a score: accuracies in %."""
     numbers = table.summary(row)
-    if table.evaluated_on is None:
-        return None if numbers[key] is None else (numbers[key],) * 3
-    values = [numbers[f"{PROTOCOLS[key].lower()}_{part}"] for part in ("mean", "low", "high")]
-    return None if values[0] is None else (100 * values[0], 100 * values[1], 100 * values[2])
+    health = table.evaluated_on is None
+    names = [key] * 3 if health else [f"{PROTOCOLS[key].lower()}_{part}" for part in Estimate._fields]
+    if numbers[names[0]] is None:
+        return None
+    return Estimate(*((1 if health else 100) * numbers[name] for name in names))
 
 
 def print_table(table: AblationTable, console: Console) -> None:
-    caption = interval_text(table) if table.evaluated_on is not None else "rank, mean cosine of pairs: no labels"
+    caption = table.interval or "rank, mean cosine of pairs: no labels"
     printed = Table(title=f"{TITLES[table.ablation]}: {table.data}", caption=caption, box=None, padding=(0, 2, 0, 0))
     for name in columns(table):
         printed.add_column(name, justify="left" if name == "row" else "right", no_wrap=True)
@@ -200,7 +203,7 @@ def write_table(table: AblationTable, folder: Path) -> list[Path]:
     content = {
         **{key: getattr(table, key) for key in ("ablation", "data", "evaluated_on", "training")},
         "seeds": list(table.seeds),
-        "interval": interval_text(table) if table.evaluated_on is not None else None,
+        "interval": table.interval,
         "rows": [
             {**numbers, "runs": [asdict(run) for run in table.of(row)]}
             for row, numbers in zip(table.rows, summaries, strict=True)
@@ -219,7 +222,7 @@ def markdown(table: AblationTable) -> str:
     if table.evaluated_on is None:
         lines += ["There are no labels: effective rank and mean cosine of the features at the end of the training."]
     else:
-        lines += [f"Top-1 accuracy in % on {table.evaluated_on}; {interval_text(table)}."]
+        lines += [f"Top-1 accuracy in % on {table.evaluated_on}; {table.interval}."]
     lines += ["images: seen in training, with repetition; GF: 10⁹ FLOPs of training per image, forward and backward."]
     lines += [f"{run.row}, seed {run.seed}, failed: {run.failure}." for run in table.runs if run.failure]
     if any(row.paper for row in table.rows):
@@ -278,7 +281,7 @@ def _draw_over_cost(axis: Axes, table: AblationTable, key: str) -> None:
         cost = numbers["images_seen"] if by_length else numbers["flops_per_image"]
         if point is not None and cost is not None:
             value, low, high = point
-            (color, marker), bar = look(i), [[value - low], [high - value]]
+            (color, marker), bar = look(i, MARKERS), [[value - low], [high - value]]
             place = [cost if by_length else cost / 1e9]
             axis.errorbar(place, [value], yerr=bar, fmt=marker, color=color, capsize=3, markersize=4, label=row.name)
     if by_length:
@@ -288,8 +291,3 @@ def _draw_over_cost(axis: Axes, table: AblationTable, key: str) -> None:
     axis.set_xlabel("images seen" if by_length else "GFLOPs of training per image")
     if axis.containers:
         axis.legend(fontsize=7)
-
-
-def look(number: int) -> tuple[str, str]:
-    """Color and marker of one of many."""
-    return COLORS[number % len(COLORS)], MARKERS[number // len(COLORS) % len(MARKERS)]

@@ -11,9 +11,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from patchmix.config import Config, from_yaml
-from patchmix.report.style import COLORS, check_suffix, style, write
+from patchmix.config import Config
+from patchmix.report.style import COLORS, check_suffix, look, style, write
 from patchmix.settings import ShowCurves
+from patchmix.study.compare import stored_config
 from patchmix.study.flops import config_flops
 from patchmix.train.log import read_metrics
 
@@ -99,7 +100,7 @@ def read_history(run: str | Path) -> History:
     """A run folder's metrics; raises a ValueError where it has none."""
     if not (Path(run) / "metrics.jsonl").is_file():
         raise ValueError(f"{run} has no metrics.jsonl; is it a run's folder?")
-    return folder_history(Path(run), read_config(Path(run)))
+    return folder_history(Path(run), stored_config(Path(run)))
 
 
 def folder_history(folder: Path, config: Config | None) -> History:
@@ -109,12 +110,6 @@ def folder_history(folder: Path, config: Config | None) -> History:
     if config is None:
         return History(name, rows)
     return History(name, rows, config.train.batch_size, config_flops(config))
-
-
-def read_config(folder: Path) -> Config | None:
-    """The configuration of a run, or None where the folder has none."""
-    path = folder / "config.yaml"
-    return from_yaml(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 # ------------------------------------------------------------------------------------------------------------- figure
@@ -169,8 +164,7 @@ def curves_figure(
             _draw_panel(place, panel, histories, axis, weight)
             if panel == "knn":
                 for i, (name, value) in enumerate((references or {}).items()):
-                    color = COLORS[(len(histories) + i) % len(COLORS)]
-                    place.axhline(100 * value, color=color, linestyle="--", label=name)
+                    place.axhline(100 * value, color=look(len(histories) + i)[0], linestyle="--", label=name)
             if len(place.get_legend_handles_labels()[0]) > 1:
                 place.legend(fontsize=7)
             place.set(title=title_of(panel), xlabel=AXIS_LABELS[axis])
@@ -182,25 +176,24 @@ def curves_figure(
 
 def _draw_panel(place: Axes, panel: str, histories: Sequence[History], kind: AxisKind, weight: float) -> None:
     factor = PANELS[panel][1] if panel in PANELS else 1.0
-    several = len(histories) > 1
     bounds_drawn: set[tuple[float, ...]] = set()
     for i, history in enumerate(histories):
-        color, line = COLORS[i % len(COLORS)], LINES[(i // len(COLORS)) % len(LINES)]
+        color, line = look(i, LINES)
         xs, ys = history.points(panel, kind)
-        ys = [factor * y for y in ys]
         if not xs:
             continue
+        ys = [factor * y for y in ys]
         if weight:
             place.plot(xs, ys, color=color, alpha=0.25, linewidth=0.8)
         marker = "o" if len(xs) < 25 else None
-        label = history.name if several else panel
+        label = history.name if len(histories) > 1 else panel
         place.plot(xs, smooth(ys, weight), line, color=color, marker=marker, markersize=3, label=label)
-        for bound, look, shade in (("chance", "--", COLORS[5]), ("floor", ":", COLORS[2])):
+        for bound, dashes, shade in (("chance", "--", COLORS[5]), ("floor", ":", COLORS[2])):
             at, level = history.points(f"{panel}/{bound}", kind)
             drawn = (*level[:1], *level[-1:], float(bound == "floor"))
             if at and drawn not in bounds_drawn:  # runs of one batch size share their bounds
                 label = bound if not any(d[-1] == drawn[-1] for d in bounds_drawn) else ""
-                place.plot(at, level, color=shade, linestyle=look, label=label, linewidth=1.0)
+                place.plot(at, level, color=shade, linestyle=dashes, label=label, linewidth=1.0)
                 bounds_drawn.add(drawn)
 
 

@@ -18,14 +18,14 @@ from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.mixing import PatchMix
 from patchmix.report.attention import attention_figure, image_maps
-from patchmix.report.curves import History, curves_data, folder_history, read_config
+from patchmix.report.curves import History, curves_data, folder_history
 from patchmix.report.figures import mix_figure, targets_figure
 from patchmix.report.gallery import Gallery, crop_batch, load_gallery, spread, unique_names
 from patchmix.report.html import Markup, document, element, embedded, join, table
 from patchmix.report.neighbors import map_figure, pack_explorer
 from patchmix.report.similarity import gallery_similarity
 from patchmix.settings import Report
-from patchmix.study.compare import paper_row
+from patchmix.study.compare import paper_row, stored_config
 
 MAPPED = 250  # thumbnails on the map
 Sections = dict[str, tuple[str, Markup]]  # by id: heading and content
@@ -41,7 +41,7 @@ def report(settings: Report) -> Path:
         raise ValueError(f"the report {out} must end in .html")
     records = _renamed([read_record(run) for run in settings.runs])
     curves, explorer = curves_data([record.history for record in records]), None
-    sections: Sections = {"summary": ("Summary", summary(records))}
+    sections: Sections = {"summary": ("Summary", element("div", *map(_card, records), class_="cards"))}
     if curves is not None:
         sections["curves"] = ("Curves", element("div", id="curves-here"))
     sections["evaluations"] = ("Evaluations", evaluations(records))
@@ -91,7 +91,7 @@ class Record:
     def paper(self) -> dict[str, float]:
         """What the paper reports for this training, in %, by protocol."""
         row = self.config and paper_row(self.config, self.config.data.path)
-        return {"knn": row.knn, "linear": row.linear, "finetune": row.finetune} if row else {}
+        return row.accuracies if row else {}
 
     @property
     def command(self) -> str:
@@ -105,7 +105,7 @@ def read_record(run: str | Path) -> Record:
     """A run's folder, or anything else that `load_backbone` opens."""
     folder = Path(run)
     results = read_results(folder) if folder.is_dir() else []
-    config = read_config(folder)
+    config = stored_config(folder)
     if config is None and not (folder / "metrics.jsonl").is_file():
         backbone = load_backbone(run)
         return Record(folder, History(backbone.name, []), results, backbone)
@@ -157,12 +157,8 @@ def verdict(record: Record) -> tuple[str, bool]:
 # ------------------------------------------------------------------------------------------------------ cards, tables
 
 
-def summary(records: Sequence[Record]) -> Markup:
-    """A card for each run: the verdict, and what it is."""
-    return element("div", *(_card(record) for record in records), class_="cards")
-
-
 def _card(record: Record) -> Markup:
+    """The verdict on a run, and what it is."""
     text, fine = verdict(record)
     config, rank = record.config, record.history.last("rank")
     facts = {"model": config.model.name if config else None}
@@ -252,7 +248,11 @@ def reproduce(records: Sequence[Record]) -> Markup:
             element("p", "The command that repeats this run.", class_="note"),
             element("pre", record.command, id=f"command-{i}"),
             element("button", "copy the command", type="button", class_="screen-only", data_copies=f"command-{i}"),
-            element("details", element("summary", "config.yaml, every setting"), element("pre", text)),
+            element(
+                "details",
+                element("summary", "config.yaml, every setting"),
+                element("pre", text),
+            ),
         ]
     return join(*parts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,11 @@ def picture(axis: Axes, image: np.ndarray, title: str = "") -> None:
 def outline(axis: Axes, color: str, *, width: float = 2) -> None:
     """A colored frame around the picture in `axis`."""
     axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, fill=False, edgecolor=color, linewidth=width))
+
+
+def look(index: int, marks: Sequence[str] = ("",)) -> tuple[str, str]:
+    """Color and mark (of a point, a line) of one of many: eight colors, then the same with the next mark."""
+    return COLORS[index % len(COLORS)], marks[index // len(COLORS) % len(marks)]
 
 
 def short(name: str, length: int) -> str:

@@ -183,11 +183,12 @@ class RepeatedStep:
         In a compiled method keys and mixing count as forward: its graph is not cut to time them.
         """
         self._phases = phases = Phases(self._device)
+        method: Any = self.method
         if not self.plan.compile:
-            if hasattr(self.method, "mix"):
-                self.method.mix = TimedMix(self.method.mix, phases)  # type: ignore[assignment]
-            if hasattr(self.method, "keys"):
-                self.method.keys = phases.of("keys")(self.method.keys)  # type: ignore[assignment, arg-type]
+            if hasattr(method, "mix"):
+                method.mix = TimedMix(method.mix, phases)
+            if hasattr(method, "keys"):
+                method.keys = phases.of("keys")(method.keys)
         return phases
 
     def __call__(self) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from patchmix.config import Config, differences, from_yaml
+from patchmix.config import Config, differences, read_config
 from patchmix.evaluate.results import FILE, Result, read_results
 from patchmix.recipes import PAPER_ROWS, RECIPES, PaperRow
 from patchmix.settings import Compare, Recipes
@@ -31,130 +31,99 @@ class Row:
     """One set of weights, evaluated on one set of data. None: not known, or not evaluated."""
 
     run: str
-    recipe: str | None
     model: str
-    pretrained_on: str | None
-    epochs: float | None
+    config: Config | None
     data: str | None
     weights: str | None
-    results: dict[str, Result] = field(default_factory=dict)  # by protocol, the latest of each
-    paper: PaperRow | None = None
-    budget: str | None = None  # of a run that was given time instead of epochs
+    results: dict[str, Result]  # by protocol, the latest of each
 
-    def paper_accuracy(self, protocol: str) -> float | None:
-        """What the paper reports, in 0…1, where its training and this one are the same."""
-        if self.paper is None or protocol not in ("knn", "linear", "finetune"):
-            return None
-        return round(float(getattr(self.paper, protocol)) / 100, 6)
+    @property
+    def paper(self) -> PaperRow | None:
+        return None if self.config is None or self.data is None else paper_row(self.config, self.data)
 
 
 def compare(settings: Compare, console: Console | None = None) -> list[Row]:
-    """Prints the results of runs side by side."""
+    """Prints a column for each row: what it is, top-1 in % with its 95 % interval, and the paper's number."""
     rows = read_rows(settings.runs)
-    print_rows(rows, console or Console())
+    table = Table(caption="top-1 % with its 95 % interval, AP % of detectors; the paper's number for the same training")
+    table.add_column("run", no_wrap=True)
+    for row in rows:
+        table.add_column(row.run, justify="right", overflow="fold")
+    facts = [_facts(row) for row in rows]
+    for name in facts[0]:
+        table.add_row(name, *(each[name] or "–" for each in facts), end_section=name == "evaluated on")
+    for protocol, name in PROTOCOLS.items():
+        if any(protocol in row.results for row in rows):
+            table.add_row(name, *(_cell(row, protocol) for row in rows), end_section=True)
+    (console or Console()).print(table)
     return rows
 
 
-def read_rows(runs: Iterable[str | Path]) -> list[Row]:
+def read_rows(runs: Sequence[str | Path]) -> list[Row]:
     """One row for each run, data set and set of weights; results of different weights are never mixed in a row.
 
-    A run is a folder with config.yaml, results.jsonl or both. The paper's numbers are added where recipe, model, data
-    and epochs are the paper's, and no other setting of the training was changed.
+    A run is a folder with config.yaml, results.jsonl or both.
     """
-    folders = [Path(run) for run in runs]
-    if not folders:
+    if not runs:
         raise ValueError("there is nothing to compare; give at least one run's folder")
-    return [row for folder in folders for row in _rows(folder)]
+    return [row for run in runs for row in _rows(Path(run))]
 
 
 def _rows(folder: Path) -> list[Row]:
-    config_path = folder / "config.yaml"
-    results = read_results(folder)
-    if not config_path.is_file() and not results:
+    config, results = stored_config(folder), read_results(folder)
+    if config is None and not results:
         raise ValueError(f"{folder} is neither a run (no config.yaml) nor has it results ({FILE}); check the path")
-    config = from_yaml(config_path.read_text(encoding="utf-8")) if config_path.is_file() else None
-    groups: dict[tuple[str, str], dict[str, Result]] = {}
+    groups: dict[tuple[str | None, str | None], dict[str, Result]] = {}
     for result in results:  # oldest first: the latest stays
         groups.setdefault((result.data, result.weights), {})[result.protocol] = result
     if not groups:
-        return [_row(folder, config, None, None, {})]
-    return [_row(folder, config, data, weights, latest) for (data, weights), latest in groups.items()]
+        groups[None, None] = {}
+    model = config.model.name if config else results[0].encoder
+    return [Row(str(folder), model, config, data, weights, latest) for (data, weights), latest in groups.items()]
 
 
-def _row(folder: Path, config: Config | None, data: str | None, weights: str | None, results: dict[str, Result]) -> Row:
-    encoder = next((result.encoder for result in results.values()), "–")
-    return Row(
-        run=str(folder),
-        recipe=None if config is None else config.recipe,
-        model=encoder if config is None else config.model.name,
-        pretrained_on=None if config is None else config.data.path,
-        epochs=None if config is None else config.train.epochs,
-        data=data,
-        weights=weights,
-        results=results,
-        paper=None if config is None or data is None else paper_row(config, data),
-        budget=None if config is None else config.train.budget,
-    )
+def stored_config(folder: Path) -> Config | None:
+    """The configuration of a run, or None where the folder has none."""
+    return read_config(folder) if (folder / "config.yaml").is_file() else None
 
 
 def paper_row(config: Config, data: str) -> PaperRow | None:
-    """The row of the paper's tables that this training, evaluated on `data`, reproduces; None where it is another."""
+    """The row of the paper's tables that this training, evaluated on `data`, reproduces; None where it is another.
+
+    Recipe, model, data and epochs have to be the paper's, and no other setting of the training may be changed.
+    """
     if config.recipe != "paper" or config.train.budget is not None:
         return None
     plain = RECIPES["paper"](config.model.name, epochs=config.train.epochs)
     if any(not change.startswith(_FREE) for change in differences(plain, config)):
         return None
     for row in PAPER_ROWS:
-        same_data = _set_name(config.data.path) == row.data == _set_name(data)
+        same_data = Path(config.data.path).name == row.data == Path(data).name  # cifar10, or a folder of that name
         if same_data and row.model == config.model.name and row.epochs == config.train.epochs:
             return row
     return None
 
 
-def _set_name(data: str) -> str:
-    """`cifar10` for the name and for a folder of that name."""
-    return Path(data).name
-
-
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """A table with a column for each row: what it is, top-1 in % with its 95 % interval, and the paper's number."""
-    table = Table(caption="top-1 % with its 95 % interval, AP % of detectors; the paper's number for the same training")
-    table.add_column("run", no_wrap=True)
-    for row in rows:
-        table.add_column(row.run, justify="right", overflow="fold")
-    lines: dict[str, list[str | None]] = {
-        "model": [row.model for row in rows],
-        "recipe": [row.recipe for row in rows],
-        "trained on": [row.pretrained_on for row in rows],
-        "for": [_length(row) for row in rows],
-        "weights": [row.weights and row.weights[:8] for row in rows],
-        "evaluated on": [row.data for row in rows],
+def _facts(row: Row) -> dict[str, str | None]:
+    config = row.config
+    return {
+        "model": row.model,
+        "recipe": config.recipe if config else None,
+        "trained on": config.data.path if config else None,
+        "for": config.train.budget or f"{config.train.epochs:g} epochs" if config else None,
+        "weights": row.weights and row.weights[:8],
+        "evaluated on": row.data,
     }
-    for name, cells in lines.items():
-        table.add_row(name, *(cell or "–" for cell in cells), end_section=name == "evaluated on")
-    for protocol, name in PROTOCOLS.items():
-        if any(protocol in row.results for row in rows):
-            table.add_row(name, *(_cell(row, protocol) for row in rows), end_section=True)
-    console.print(table)
-
-
-def _length(row: Row) -> str | None:
-    if row.budget is not None:
-        return row.budget
-    return None if row.epochs is None else f"{row.epochs:g} epochs"
 
 
 def _cell(row: Row, protocol: str) -> str:
-    paper = row.paper_accuracy(protocol)
-    lines = ["–"]
-    if protocol in row.results:
-        result = row.results[protocol]
-        lines = [line for line in (result.headline, result.headline_interval) if line]
-    if paper is not None:
-        lines.append(f"paper {100 * paper:.1f}")
+    result, paper = row.results.get(protocol), row.paper.accuracies if row.paper else {}
+    lines = [line for line in (result.headline, result.headline_interval) if line] if result else ["–"]
+    if protocol in paper:
+        lines.append(f"paper {paper[protocol]:.1f}")
     return "\n".join(lines)
 
 
