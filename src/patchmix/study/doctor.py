@@ -175,7 +175,8 @@ def compiling() -> Iterator[Finding]:
 
 
 def processes() -> Iterator[Finding]:
-    wanted, backends = "nccl" if torch.cuda.is_available() else "gloo", []
+    wanted = "nccl" if torch.cuda.is_available() else "gloo"
+    backends: list[str] = []
     if dist.is_available():
         known = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}
         backends = [name for name, available in known.items() if available]
