@@ -1,7 +1,5 @@
 """Rank, world size, and the few collectives that pre-training needs; all work in a single process, too."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -5,8 +5,6 @@ torch's elastic launcher is not used here: it ends all others as soon as one fai
 the process that caused the failure get lost, and it leaves its processes running if it is killed itself.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ N queries, K keys. A target row says how similar query i should be to every key.
 and mix-to-origin, and to M for mix-to-mix as printed in the paper (Eq. 12).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

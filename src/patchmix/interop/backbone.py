@@ -1,7 +1,5 @@
 """A backbone: an encoder's weights with all that their users must know. N: images, S: the encoder's image size."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -49,7 +47,7 @@ class Architecture:
             raise ValueError(f"{self} has sizes that are not whole numbers above 0")
 
     @staticmethod
-    def of(name: str, encoder: VisionTransformer) -> Architecture:
+    def of(name: str, encoder: VisionTransformer) -> "Architecture":
         blocks: Any = encoder.blocks
         return Architecture(
             name=name,
@@ -143,7 +141,7 @@ class Backbone:
         save_weights(self.weights, path, {"patchmix": json.dumps(header)}, overwrite=overwrite)
 
     @staticmethod
-    def from_metadata(header: str, weights: dict[str, Tensor]) -> Backbone:
+    def from_metadata(header: str, weights: dict[str, Tensor]) -> "Backbone":
         """What `save` wrote."""
         try:
             entries = json.loads(header)

@@ -1,7 +1,5 @@
 """Backbone → files for timm, torchvision, the Hugging Face Hub and ONNX, and the code that opens them there."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

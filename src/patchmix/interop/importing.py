@@ -1,7 +1,5 @@
 """Checkpoints of other projects → Backbone. No name is skipped silently: it is taken, or dropped and listed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

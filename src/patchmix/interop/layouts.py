@@ -15,8 +15,6 @@ torchvision       names of its own (`conv_proj`, `encoder.layers.encoder_layer_0
 timm              bare names, or state_dict/… and state_dict_ema/… from its training script, model/… from DeiT's.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

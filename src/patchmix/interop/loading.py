@@ -1,7 +1,5 @@
 """One way to any encoder: a run, a file of ours, a checkpoint of another project, or a timm model by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Mapping

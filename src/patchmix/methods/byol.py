@@ -1,7 +1,5 @@
 """BYOL (Grill et al.: "Bootstrap Your Own Latent", NeurIPS 2020): predict the other view's target projection."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

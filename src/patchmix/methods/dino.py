@@ -3,8 +3,6 @@
 s are the student's outputs of all views, t the teacher's of the two global ones, c the center (Eq. 4).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ The student sees the two global views u, v with blocks of patches masked, the te
 class token of one view predicts the teacher's of the other. L_MIM: masked patch tokens predict the teacher's own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The contract between a method and the training loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Algorithm 1: each of two crops predicts the other; the keys are those of the batch, by a momentum encoder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

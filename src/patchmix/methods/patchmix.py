@@ -4,8 +4,6 @@ N images per process, K keys over all processes, M images per mix. x1, x2 are th
 z projected keys; F is the encoder, G the projection head, H the prediction head, Ξ the momentum copy of Θ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Images i and N − 1 − i of view 1 exchange a region. The pasted region's feat
 the canvas around it its own image, among the keys of view 2; each is a negative of the other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

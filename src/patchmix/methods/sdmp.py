@@ -3,8 +3,6 @@
 λ_i is what mixed image i keeps of image i; the rest is its partner's. Both views are mixed with the same λ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

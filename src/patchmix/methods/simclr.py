@@ -3,8 +3,6 @@
 NT-Xent, Eq. 1: each of the 2K embeddings of the global batch must match its other view among the 2K − 1 others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 z are unit projections, C the prototypes, q the codes (Eq. 3, Sinkhorn), p = softmax(zC/τ) (Eq. 2).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

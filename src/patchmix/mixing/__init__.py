@@ -1,7 +1,5 @@
 """Image mixes: a batch of views in, mixed images and the share of every original in them out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

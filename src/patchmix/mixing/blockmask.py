@@ -1,7 +1,5 @@
 """Block-wise masks of patches (BEiT, Algorithm 1; used by iBOT): rectangles until the wanted share is masked."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The result of every mix, and how much two mixed batches have in common."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +18,7 @@ class Mixed:
 class Mix(Protocol):
     """images (N, C, H, W), which are not changed → Mixed, with images of the same shape, dtype and device."""
 
-    def for_one_step(self) -> Mix:
+    def for_one_step(self) -> "Mix":
         """The mix with everything drawn that both views of a step must have in common."""
         return self
 

@@ -4,8 +4,6 @@ So mixed images i and N − 1 − i have the same two sources; the middle image 
 `fraction` (N,) is how much of each mixed image comes from its partner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar

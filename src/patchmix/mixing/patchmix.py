@@ -4,8 +4,6 @@ Symbols: N images, T patches per image, M images per mix, S = ⌊T/M⌋ patches 
 u(i, m) = (i + m) mod N the image that gives group m of mixed image i.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -45,7 +43,7 @@ class PatchMix(Mix):
             return self.choices[0]
         return self.choices[int(torch.randint(len(self.choices), (), generator=self.generator))]
 
-    def for_one_step(self) -> PatchMix:
+    def for_one_step(self) -> "PatchMix":
         return PatchMix(self.patch_size, self.draw_num_mix(), self.generator)
 
     def __call__(self, images: Tensor, num_mix: int | None = None) -> Mixed:

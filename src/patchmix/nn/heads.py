@@ -1,7 +1,5 @@
 """Projection and prediction heads (Table "head"), and the prototypes of DINO and iBOT."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

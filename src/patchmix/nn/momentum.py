@@ -1,7 +1,5 @@
 """Moving averages: the momentum encoder, and the center of self-distillation."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

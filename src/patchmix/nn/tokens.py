@@ -3,8 +3,6 @@
 Shapes: N images of T tokens (class token first) with D numbers each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 

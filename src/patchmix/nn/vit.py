@@ -1,7 +1,5 @@
 """The encoder: a timm VisionTransformer, so that everything made for timm works on it."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from typing import Any
