@@ -4,8 +4,6 @@ Everything here is imported on first use, so that `import patchmix` and `patchmi
 are functions of the same name, with the same settings as keywords.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

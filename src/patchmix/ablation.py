@@ -1,7 +1,5 @@
 """`patchmix ablate`: trains and evaluates every row of an ablation, continues where it stopped, keeps the table."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

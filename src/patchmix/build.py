@@ -1,7 +1,5 @@
 """Names and numbers → objects. The only place where configuration meets classes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The command `patchmix`: verb → settings → function. What a verb needs is imported when it runs."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """`patchmix demo`: the whole way from generated images to an evaluated encoder and figures, in minutes, offline."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

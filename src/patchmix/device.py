@@ -1,7 +1,5 @@
 """Which device a process computes on, in which precision, and whether it can compile."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

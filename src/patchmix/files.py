@@ -1,7 +1,5 @@
 """Files that are the old one or the new one, never half of one; and the cache folders."""
 
-from __future__ import annotations
-
 import filecmp
 import os
 import tempfile

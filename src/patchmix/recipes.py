@@ -3,8 +3,6 @@
 `paper` takes the left column of docs/fidelity.md, `official` the right one, `demo` finishes in minutes on a CPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run: start it, continue it, and use what it made."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import nullcontext

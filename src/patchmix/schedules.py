@@ -1,7 +1,5 @@
 """Values that change with progress, the fraction of the training done so far (0 ≤ progress ≤ 1)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

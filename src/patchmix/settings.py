@@ -3,8 +3,6 @@
 `cli.py` makes the command line of them, `patchmix.VERB(...)` the Python keywords. No torch here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Generic, Literal

@@ -1,7 +1,5 @@
 """The options of every method, with the papers' defaults: the comment behind a field is its help. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

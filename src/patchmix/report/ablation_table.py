@@ -1,7 +1,5 @@
 """The table of an ablation: mean and interval of every row, printed, as files and as a figure."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -3,8 +3,6 @@
 Shapes: N images, H heads, T tokens with the class token first, R × C patches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training curves: the values of metrics.jsonl over epochs, images, hours or FLOPs, as a figure and for the report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How images are mixed, and which targets follow: the paper's first figures on any data. N: images in a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The images of figures and reports: as files and thumbnails, and as features of one or several encoders."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Sequence

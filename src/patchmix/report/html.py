@@ -1,7 +1,5 @@
 """HTML for the report: escaped elements, tables and figures, and one self-contained page with a strict policy."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

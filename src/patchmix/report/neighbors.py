@@ -3,8 +3,6 @@
 Shapes: N images, D = the encoder's width.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The report: one HTML file with a summary, curves, tables, figures and an explorer of neighbors."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from collections.abc import Sequence

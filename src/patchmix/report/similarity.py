@@ -3,8 +3,6 @@
 Shapes: N images, D = the encoder's width. Similarity s is the cosine of two features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

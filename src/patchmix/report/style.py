@@ -1,7 +1,5 @@
 """One look for all figures: colors for color-blind readers (Okabe and Ito), thin lines, no display needed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rows of the paper's four ablations and of the comparison of methods, with the paper's numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

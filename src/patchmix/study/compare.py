@@ -1,7 +1,5 @@
 """The results of runs side by side, and the recipes, with what the paper reports for the same training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`patchmix doctor`: what is active on this machine, and what would make runs faster, each with its remedy."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import importlib.util

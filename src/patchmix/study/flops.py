@@ -5,8 +5,6 @@ and heads at batch 2, without attention's two matrix products; `attention=True` 
 out what the last block would do for unused tokens. Norms, activations and the similarities are never counted.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Memory of CPU tensors: kept by the process and in large pages, which saves a page fault per 4 KB at every step."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """What a run's folder holds while it trains: a lock, and checkpoints that are either complete or absent."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

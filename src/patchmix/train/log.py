@@ -1,7 +1,5 @@
 """Where numbers go while a run trains: metrics.jsonl, TensorBoard, wandb, and a bar or plain lines on the console."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """The one training loop: data, schedules, forward, backward, step, log, monitor, checkpoint."""
 
-from __future__ import annotations
-
 import signal
 import time
 import warnings

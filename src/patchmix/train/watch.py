@@ -1,7 +1,5 @@
 """What the loop watches beside the training: time, speed, losses, signals, and the loader's processes."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time
