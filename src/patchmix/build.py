@@ -27,7 +27,7 @@ from patchmix.methods.regioncl import RegionCL
 from patchmix.methods.sdmp import SDMP
 from patchmix.methods.simclr import SimCLR
 from patchmix.methods.swav import SwAV
-from patchmix.nn.vit import create_encoder, initialize_as_mocov3
+from patchmix.nn.vit import create_encoder, initialize_as_mocov3, set_sincos_positions
 from patchmix.schedules import Cosine, WarmupCosine
 from patchmix.train.loop import Evaluator, Plan
 
@@ -58,6 +58,8 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
     )
     if model.initialization == "mocov3":
         initialize_as_mocov3(encoder)
+    if model.positions != "learned":
+        set_sincos_positions(encoder, fixed=model.positions == "fixed-sincos")
     if model.freeze_patch_embed:
         encoder.patch_embed.requires_grad_(False)
     if model.freeze_pos_embed and encoder.pos_embed is not None:

@@ -78,6 +78,8 @@ class ModelConfig:
     heads: Count | None = None  # Number of attention heads.
     drop_path: Annotated[float, Interval(ge=0, lt=1)] = 0.1  # Stochastic depth of the base encoder.
     initialization: Literal["mocov3", "timm"] = "mocov3"  # Initialization of the weights.
+    positions: Literal["learned", "sincos", "fixed-sincos"] = "learned"
+    """Position embedding: random and learned, 2-d sine-cosine and learned from there, or fixed sine-cosine."""
     freeze_patch_embed: bool = False  # Keep the random patch embedding.
     freeze_pos_embed: bool = False  # Keep the initial position embedding.
 

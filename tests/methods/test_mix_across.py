@@ -21,7 +21,8 @@ from patchmix.train.loop import seed_pass
 STEPS = 2
 SMALL = {"head_hidden": 32, "head_out": 16}
 CASES: dict[str, dict[str, Any]] = {mix: {"mix": mix} for mix in MIXES} | {
-    "drawn": {"num_mix": [2, 3], "label_smoothing": 0.1, "normalize_mix_to_mix": True}
+    "drawn": {"num_mix": [2, 3], "label_smoothing": 0.1, "normalize_mix_to_mix": True},
+    "regions": {"region_weight": 1.0, "num_mix": 3},
 }
 
 

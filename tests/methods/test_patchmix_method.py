@@ -10,7 +10,7 @@ from patchmix.config import validate
 from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.mixing import Mix
-from patchmix.mixing.patchmix import share
+from patchmix.mixing.patchmix import owners, share
 from patchmix.nn.vit import create_encoder
 from tests.oracles import losses as oracle
 
@@ -51,6 +51,40 @@ def test_the_whole_objective_against_algorithm_2_and_the_double_sums(m: int, mix
     for name, value in expected.items():
         assert out[name].item() == pytest.approx(value, rel=1e-4), name
     assert out["loss"].item() == pytest.approx(sum(expected.values()), rel=1e-4)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5])
+def test_regions_are_queries_for_their_originals(m: int) -> None:
+    """Region by region and patch by patch; 16 patches in 3 or 5 groups leave one over, which stays with group 0."""
+    method = make(num_mix=m, region_weight=0.5).train()
+    x1, x2 = views()
+    method.generator.manual_seed(7)
+    out = method([x1, x2])
+    plain = make(num_mix=m).train()
+    plain.generator.manual_seed(7)
+    without = plain([x1, x2])
+    for name in ("oto", "mto", "mtm"):
+        torch.testing.assert_close(out[name], without[name])
+
+    method.generator.manual_seed(7)
+    order = torch.randperm(16, generator=method.generator)
+    origin = owners(6, m, order)
+    method.generator.manual_seed(7)
+    with torch.no_grad():
+        tokens = method.encoder.forward_features(method.mix(x1).images)[:, 1:]  # type: ignore[operator]
+        regions = [
+            torch.stack([tokens[i, j] for j in range(16) if origin[i, j] == (i + k) % 6]).mean(dim=0)
+            for k in range(m)
+            for i in range(6)
+        ]
+        h = method.predictor(method.projector(torch.stack(regions)))
+        z = method.momentum_copy.project(x2)[0]  # type: ignore[union-attr]
+    similarity = torch.nn.functional.normalize(h, dim=1) @ torch.nn.functional.normalize(z, dim=1).T / 0.2
+    labels = torch.tensor([(i + k) % 6 for k in range(m) for i in range(6)])
+    expected = torch.nn.functional.cross_entropy(similarity, labels)
+    torch.testing.assert_close(out["region"], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out["loss"], without["loss"] + 0.5 * out["region"])
+    assert out["region/chance"].item() == pytest.approx(math.log(6)) and out["region/floor"].item() == 0
 
 
 def pixel_share(mix: Mix, images: Tensor) -> Tensor:
@@ -231,6 +265,7 @@ def test_when_the_momentum_encoder_moves(when: str) -> None:
         ({"momentum": 1.5}, "momentum is 1.5"),
         ({"num_mix": 0}, "num_mix is 0"),
         ({"weights": (0, 0, 0)}, "at least one of the three"),
+        ({"mix": "cutmix", "region_weight": 1.0}, "region_weight needs --mix patchmix"),
     ],
 )
 def test_impossible_options(options: dict, message: str) -> None:

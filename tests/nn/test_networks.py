@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -8,9 +9,11 @@ from timm.layers.drop import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from patchmix.build import build_encoder
+from patchmix.config import Config
 from patchmix.nn.heads import BatchNorm, mlp_head
 from patchmix.nn.momentum import MomentumCopy
-from patchmix.nn.vit import create_encoder, initialize_as_mocov3, patch_size_of
+from patchmix.nn.vit import create_encoder, initialize_as_mocov3, patch_size_of, set_sincos_positions
 
 
 @pytest.mark.parametrize(
@@ -132,3 +135,30 @@ def test_momentum_copy_follows_by_moving_average() -> None:
     assert copy.update(0.0) == 0.9
     for xi, old, theta in zip(copy.network.parameters(), before, base.parameters(), strict=True):
         torch.testing.assert_close(xi, 0.9 * old + 0.1 * theta)
+
+
+def test_sincos_positions_are_moco_v3s() -> None:
+    """Its table written out: sine and cosine of the row, then of the column, a quarter of the width each."""
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=1, heads=2)
+    set_sincos_positions(encoder, fixed=False)
+    assert encoder.pos_embed.requires_grad
+    set_sincos_positions(encoder, fixed=True)
+    assert not encoder.pos_embed.requires_grad
+    assert encoder.pos_embed[0, 0].abs().max() == 0  # the class token's
+    for row in range(4):
+        for column in range(4):
+            angles = [[place / 10000 ** (i / 6) for i in range(6)] for place in (row, column)]
+            expected = [wave(a) for quarter in angles for wave in (math.sin, math.cos) for a in quarter]
+            torch.testing.assert_close(encoder.pos_embed[0, 1 + 4 * row + column], torch.tensor(expected))
+    with pytest.raises(ValueError, match="multiple of 4, not 26"):
+        set_sincos_positions(create_encoder("vit_tiny_patch4_16", dim=26, depth=1, heads=2), fixed=True)
+
+
+def test_positions_are_chosen_by_the_configuration() -> None:
+    small = Config().replace(model="vit_tiny_patch4_16", dim=24, depth=1, heads=2).model
+    learned, sincos, fixed = (
+        build_encoder(dataclasses.replace(small, positions=name)) for name in ("learned", "sincos", "fixed-sincos")
+    )
+    assert learned.pos_embed.std() < 0.1 < sincos.pos_embed.std()
+    assert torch.equal(sincos.pos_embed, fixed.pos_embed)
+    assert sincos.pos_embed.requires_grad and not fixed.pos_embed.requires_grad

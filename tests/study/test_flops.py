@@ -163,6 +163,7 @@ OTHER_HEADS: dict[str, dict[str, Any]] = {
         "mask_ratio": [0.3, 0.3],
     },
     **{name: {"head_hidden": 96, "head_out": 24} for name in HEADS_OF_SIZES},
+    "patchmix": {"head_hidden": 96, "head_out": 24, "num_mix": 2, "region_weight": 1.0},
 }
 
 

@@ -19,6 +19,8 @@ class PatchMixOptions:
     num_mix: int | tuple[int, ...] = 3  # M, images per mix; each step draws one of several values.
     temperature: Temperature = 0.2  # Temperature τ.
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # Weights of origin-to-origin, mix-to-origin and mix-to-mix.
+    region_weight: Annotated[float, Ge(0)] = 0.0
+    """Weight of region-to-origin: the pooled tokens of each original in a mixed image are a query for its key."""
     normalize_mix_to_mix: bool = False  # Scale the rows of ω to sum to 1; in the paper they sum to M.
     mix_across: bool = False  # Mix over the batch of all processes, not per process.
     label_smoothing: Fraction = 0.0  # Label smoothing of origin-to-origin.

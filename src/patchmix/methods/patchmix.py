@@ -5,6 +5,7 @@ z projected keys; F is the encoder, G the projection head, H the prediction head
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -14,16 +15,20 @@ from patchmix import distributed
 from patchmix.losses import Contrasts, pad_targets, smooth
 from patchmix.methods.method import Method
 from patchmix.methods.options import PatchMixOptions
-from patchmix.mixing import Mix, create_mix, overlap
-from patchmix.nn import MomentumCopy, mlp_head, patch_size_of, project
+from patchmix.mixing import Mix, Mixed, create_mix, overlap
+from patchmix.nn import MomentumCopy, all_tokens, mlp_head, patch_size_of, project
 from patchmix.schedules import Cosine
 
 
 class PatchMixMethod(Method):
     def __init__(self, encoder: VisionTransformer, options: PatchMixOptions = PatchMixOptions()) -> None:
         super().__init__()
-        if not any(options.weights):
+        if not any([*options.weights, options.region_weight]):
             raise ValueError(f"weights are {options.weights}; at least one of the three must not be 0")
+        if options.region_weight and options.mix != "patchmix":
+            raise ValueError(
+                f"region_weight needs --mix patchmix; the regions of {options.mix!r} are not whole patches"
+            )
         self.options = options
         self.encoder = encoder
         self.projector = mlp_head(3, encoder.num_features, options.head_hidden, options.head_out)
@@ -43,18 +48,22 @@ class PatchMixMethod(Method):
         if self.options.mixed_query == 2:
             x1, x2 = x2, x1
         mix = self.mix.for_one_step()
-        x_mix1, y_mto = self.mixed(mix, x1)  # Algorithm 2, line 5
-        x_mix2, y_mto2 = self.mixed(mix, x2)  # line 6
-        y_mtm = overlap(y_mto, y_mto2)  # line 7: ω of Eq. 12
+        mix1, mix2 = self.mixed(mix, x1), self.mixed(mix, x2)  # Algorithm 2, lines 5 and 6
+        y_mto, y_mtm = mix1.share, overlap(mix1.share, mix2.share)  # line 7: ω of Eq. 12
         if self.options.normalize_mix_to_mix:
             y_mtm = y_mtm / y_mtm.sum(dim=1, keepdim=True)
-        y_oto = smooth(self.targets(torch.eye(len(y_mto), device=x1.device)), self.options.label_smoothing)
+        same = torch.eye(len(y_mto), device=x1.device)
+        y_oto = smooth(self.targets(same), self.options.label_smoothing)
 
         oto, mto, mtm = self.options.weights  # a batch that only terms of weight 0 need is not computed
-        h2, h_mix1 = self.queries(x2 if oto else None, x_mix1 if mto or mtm else None)  # line 8
+        region = self.options.region_weight
+        h2, h_mix1 = self.queries(x2 if oto else None, mix1.images if (mto or mtm) and not region else None)  # line 8
         z1, z2, z_mix2 = self.keys(  # line 9
-            x1 if oto or crops else None, x2 if mto or crops else None, x_mix2 if mtm else None
+            x1 if oto or crops else None, x2 if mto or region or crops else None, mix2.images if mtm else None
         )
+
+        if region:
+            h_mix1, h_region = self.region_queries(mix1)
 
         terms = Contrasts(self.options.temperature)  # line 10
         if oto:
@@ -63,21 +72,23 @@ class PatchMixMethod(Method):
             terms.add("mto", mto, (h_mix1, z2), target=self.targets(y_mto))  # Eq. 13
         if mtm:
             terms.add("mtm", mtm, (h_mix1, z_mix2), target=self.targets(y_mtm))  # Eq. 14
+        if region:
+            y_region = [self.targets(same.roll(m, dims=1)) for m in range(len(h_region) // len(x1))]  # original u(i, m)
+            terms.add("region", region, (h_region, z2), target=torch.cat(y_region))
         if crops:
             mixed = [self.mixed(mix, crop) for crop in crops]
-            y_mix = torch.cat([self.targets(share) for _, share in mixed])
-            h, h_mix = self.queries(torch.cat(crops), torch.cat([images for images, _ in mixed]))
+            y_mix = torch.cat([self.targets(crop.share) for crop in mixed])
+            h, h_mix = self.queries(torch.cat(crops), torch.cat([crop.images for crop in mixed]))
             terms.add("local", 1.0, (h, z1), (h, z2), target=y_oto.repeat(len(crops), 1))
             terms.add("mixlocal", 1.0, (h_mix, z1), (h_mix, z2), target=y_mix)
         return terms.total()  # Eq. 16
 
-    def mixed(self, mix: Mix, x: Tensor) -> tuple[Tensor, Tensor]:
+    def mixed(self, mix: Mix, x: Tensor) -> Mixed:
         """This process's mixed images, and the share: (N, N) within the process, (K, K) across all processes."""
         if not self.options.mix_across:
-            mixed = mix(x)
-            return mixed.images, mixed.share
+            return mix(x)
         mixed = mix(distributed.gather(x))
-        return mixed.images.chunk(distributed.world_size())[distributed.rank()], mixed.share
+        return replace(mixed, images=mixed.images.chunk(distributed.world_size())[distributed.rank()])
 
     def targets(self, similarity: Tensor) -> Tensor:
         """Of this process's N queries among the K keys of all: similarity (N, N), or (K, K) across → (N, K)."""
@@ -90,6 +101,15 @@ class PatchMixMethod(Method):
     def queries(self, *batches: Tensor | None) -> list[Tensor]:
         """h = H(G(F_Θ(x))) of each batch."""
         return project(batches, self.encoder, self.projector, self.predictor)
+
+    def region_queries(self, mixed: Mixed) -> tuple[Tensor, Tensor]:
+        """h of the mixed images, (N, D), and of the pooled tokens of their M regions, group after group: (M·N, D)."""
+        assert mixed.groups is not None
+        token, patches = all_tokens(self.encoder, mixed.images)
+        share = mixed.groups / mixed.groups.sum(dim=1, keepdim=True)  # of each patch in its group, (M, T)
+        regions = torch.einsum("mt,ntd->mnd", share.to(patches.dtype), patches)
+        h, h_region = (self.predictor(self.projector(f)) for f in (token, regions.flatten(0, 1)))
+        return h, h_region
 
     @torch.no_grad()
     def keys(self, *batches: Tensor | None) -> list[Tensor]:

@@ -13,6 +13,7 @@ class Mixed:
 
     images: Tensor  # (N, C, H, W)
     share: Tensor  # (N, N), float32
+    groups: Tensor | None = None  # (M, T): patch j belongs to group m, which comes from original (i + m) mod N
 
 
 class Mix(Protocol):

@@ -59,18 +59,23 @@ class PatchMix(Mix):
             )
         order = torch.randperm(patches, generator=self.generator)  # k(j)
         owner = owners(n, m, order).to(images.device, non_blocking=True)  # w(i, j): (N, T)
+        groups = (group_of(m, order) == torch.arange(m).unsqueeze(1)).to(images.device, non_blocking=True)
         index = owner.view(n, 1, rows, 1, columns, 1).expand(n, c, rows, p, columns, p)
         mixed = images.reshape(n, c, rows, p, columns, p).gather(0, index)
-        return Mixed(mixed.view(n, c, height, width), share(n, m, device=images.device))
+        return Mixed(mixed.view(n, c, height, width), share(n, m, device=images.device), groups)
 
 
 def owners(n: int, m: int, order: Tensor) -> Tensor:
     """w(i, j) of Eq. 7, the original that gives patch j of mixed image i. order: k(j), (T,); returns (N, T)."""
+    return (torch.arange(n).unsqueeze(1) + group_of(m, order)) % n
+
+
+def group_of(m: int, order: Tensor) -> Tensor:
+    """The group, 0 … M − 1, that each patch belongs to. order: k(j), (T,); returns (T,)."""
     patches = len(order)
     group = torch.arange(patches).div(patches // m, rounding_mode="floor")
     group[group >= m] = 0  # left-over patches stay with their own image
-    shift = torch.empty_like(group).scatter_(0, order, group)  # unshuffle
-    return (torch.arange(n).unsqueeze(1) + shift) % n
+    return torch.empty_like(group).scatter_(0, order, group)  # unshuffle
 
 
 def share(n: int, m: int, *, device: torch.device | str = "cpu") -> Tensor:

@@ -6,6 +6,8 @@ from typing import Any
 
 import timm
 import torch
+import torch.nn.functional as F
+from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from timm.models.vision_transformer import VisionTransformer, init_weights_vit_moco
 from torch import nn
 
@@ -82,6 +84,17 @@ def initialize_as_mocov3(encoder: VisionTransformer) -> None:
             nn.init.zeros_(projection.bias)
     if encoder.cls_token is not None:
         nn.init.normal_(encoder.cls_token, std=1e-6)
+
+
+@torch.no_grad()
+def set_sincos_positions(encoder: VisionTransformer, *, fixed: bool) -> None:
+    """2-d sine-cosine positions, zero for the class token (MoCo v3); `fixed` ones are not trained."""
+    if encoder.pos_embed is None or encoder.embed_dim % 4:
+        raise ValueError(f"sine-cosine positions need a width that is a multiple of 4, not {encoder.embed_dim}")
+    table = build_sincos2d_pos_embed(list(encoder.patch_embed.grid_size), encoder.embed_dim, interleave_sin_cos=True)
+    prefix = encoder.pos_embed.shape[1] - len(table)  # class and register tokens, where they have positions
+    encoder.pos_embed.copy_(F.pad(table, (0, 0, prefix, 0)))
+    encoder.pos_embed.requires_grad_(not fixed)
 
 
 def patch_size_of(encoder: VisionTransformer) -> int:

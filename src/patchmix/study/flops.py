@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -134,12 +135,15 @@ def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = Non
     query = project + mlp_flops(out, hidden, out)
     if method == "regioncl":
         return Iteration(2, 1, 1, query, project, extra_online=query, online_all_tokens=1)
+    regions = np.mean(option["num_mix"]) if option.get("region_weight") else 0
     return Iteration(
         online_views=2,
         momentum_views=3 if method in ("patchmix", "sdmp") else 2,
         local_views=2 if method == "patchmix" else 1,
         online_head=query,
         momentum_head=project,
+        extra_online=round(regions * query),
+        online_all_tokens=int(regions > 0),
     )
 
 
