@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import patchmix
-from patchmix.cli import main
+from patchmix.cli import from_keywords, main
+from patchmix.settings import Pretrain
 
 
 def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
@@ -204,3 +205,8 @@ def test_hostile_checkpoints(
     error = fails(capsys, verb, path, *more.get(verb, []), *out)
     assert "bad.pth" in error
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").rglob("*.safetensors"))
+
+
+def test_python_calls_take_no_more_values_than_have_a_place() -> None:
+    with pytest.raises(TypeError, match="3 positional arguments; these have a place: data, out"):
+        from_keywords(Pretrain, "shapes", "runs/a", "paper")

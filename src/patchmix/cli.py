@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_origin
@@ -143,9 +143,9 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
     """The settings of a Python call: `pretrain("photos", "runs/a", num_mix=2)`, `knn("runs/a", data="cifar10")`."""
     names = [each.name for each in fields(cls)]
     if "run" not in names:
-        return validate(cls, {**dict(zip(names, args, strict=False)), **keywords})
+        return validate(cls, {**_by_position(names, args), **keywords})
     order = [*(["ablation"] if cls is s.Ablate else []), "data", "out"]
-    keywords = {**dict(zip(order, args, strict=False)), **keywords}
+    keywords = {**_by_position(order, args), **keywords}
     own = {name: keywords.pop(name) for name in names if name in keywords}
     decisive = {name: keywords.pop(name) for name in ("data", "model", "method", "epochs") if name in keywords}
     if "data" in decisive:
@@ -153,6 +153,12 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
     places = {name: own[name] for name in ("recipe", "config") if name in own}
     config = _start(cls, **places, **decisive).replace(**keywords)
     return validate(cls[type(config.method.options)], {**own, "run": to_dict(config)})
+
+
+def _by_position(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    if len(values) > len(names):
+        raise TypeError(f"{len(values)} positional arguments; these have a place: {', '.join(names)}")
+    return dict(zip(names, values, strict=False))
 
 
 def _start(cls: type[Any], **given: Any) -> Config:
