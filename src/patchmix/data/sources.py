@@ -45,7 +45,7 @@ def open_source(
 ) -> Source:
     """Open one split of `data`; kept decoded in shared memory if it needs at most `cache_bytes`.
 
-    `class_folders`: in a folder without train/, the first-level sub-folders are classes.
+    `class_folders`: in a folder without train/, the first-level sub-folders are classes if all images lie in them.
     """
     openers = _openers(data, class_folders, progress)
     if split not in openers:
@@ -76,15 +76,9 @@ def _openers(data: str | Path, class_folders: bool = False, progress: bool = Tru
     assert root is not None, "shards are found, or an error is raised"
     folders = {split: folder for split in _SPLITS if (folder := _split_folder(root, split)) is not None}
     if "train" not in folders:
-        return {"train": partial(_open_folder, root, titles["train"], class_folders)}
+        classes = class_names(root) if class_folders else None
+        return {"train": partial(FolderSource, root, name=titles["train"], classes=classes)}
     return {split: partial(_open_split, folders, split, titles[split]) for split in folders}
-
-
-def _open_folder(root: Path, title: str, class_folders: bool) -> Source:
-    classes = class_names(root) if class_folders else None
-    if class_folders and classes is None:
-        raise ValueError(f"{str(root)!r} has images outside of sub-folders; move them, or leave out class folders")
-    return FolderSource(root, name=title, classes=classes)
 
 
 def _open_split(folders: dict[Split, Path], split: Split, title: str) -> Source:

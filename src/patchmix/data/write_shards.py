@@ -85,7 +85,7 @@ def write_shards(settings: Shards, *, progress: bool = True) -> list[Written]:
     both: tuple[Split, ...] = ("train", "test")
     written = []
     for split in [settings.split] if settings.split else [split for split in both if has_split(data, split)]:
-        source = _open(data, split, progress)
+        source = open_source(data, split, class_folders=True, cache_bytes=0, progress=progress)
         count = per_shard or max(1, min(len(source), round(size / _mean_bytes(source, quality))))
         job = Job(str(data), source.fingerprint(), split, len(source), count, settings.shuffle, quality)
         with _alone(Path(settings.out)):
@@ -99,14 +99,6 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise ValueError(f"shard size {text!r} must be a number with KB, MB or GB, such as 256MB")
     return max(1, round(float(match[1]) * _UNITS[match[2].upper()]))
-
-
-def _open(data: str | Path, split: Split, progress: bool) -> Source:
-    """Without decoding in advance; sub-folders are labels if all images lie in one."""
-    try:
-        return open_source(data, split, class_folders=True, cache_bytes=0, progress=progress)
-    except ValueError:
-        return open_source(data, split, cache_bytes=0, progress=progress)
 
 
 @contextmanager

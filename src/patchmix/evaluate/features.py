@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,23 +21,20 @@ import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.loader import one_pass
 from patchmix.data.sources import open_source
-from patchmix.data.views import CenterCrop, as_channels, to_float
+from patchmix.data.views import CenterCrop, to_float
 from patchmix.device import resolve_device
 from patchmix.files import cache_folder, prune, replacing, writing
-from patchmix.interop.backbone import Backbone
+from patchmix.interop.backbone import Backbone, Pool, pooled
 from patchmix.interop.loading import load_backbone
-from patchmix.nn.tokens import class_tokens
 from patchmix.progress import progress_bar
 from patchmix.settings import Embed
 
-Pool = Literal["token", "mean"]
 LAYERS: dict[str, str] = {
     "token": "class token after the last norm",
     "mean": "mean of the patch tokens after the last norm",
@@ -173,17 +170,6 @@ def extract(
     return Features.of(source, vectors, indices)
 
 
-def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
-    """(N, 3, H, W) → (N, D): the class token or the mean over patch tokens; gray images for encoders of gray ones."""
-    if isinstance(encoder, VisionTransformer):
-        images = as_channels(images, int(encoder.patch_embed.proj.in_channels))
-    if pool == "token":
-        return class_tokens(encoder, images)
-    assert isinstance(encoder, VisionTransformer), "the mean over patch tokens needs a timm ViT"
-    tokens: Tensor = encoder.forward_features(images)
-    return tokens[:, encoder.num_prefix_tokens :].mean(dim=1)
-
-
 def usual_resize(image_size: int) -> int:
     """The shorter side before the center crop: small images are taken whole, larger ones with ImageNet's margin."""
     return image_size if image_size <= SMALL_IMAGES else round(image_size * 256 / 224)
@@ -267,10 +253,7 @@ def embed(settings: Embed) -> list[Path]:
         raise ValueError(f"{out} must end in .parquet or .npy")
     device = resolve_device(settings.device)
     with distributed.process_group(device):
-        try:  # sub-folders are labels where all images lie in one
-            source = open_source(settings.data, settings.split, class_folders=True)
-        except ValueError:
-            source = open_source(settings.data, settings.split)
+        source = open_source(settings.data, settings.split, class_folders=True)
         backbone = load_backbone(settings.weights, encoder=settings.encoder)
         extractor = FeatureExtractor(backbone, device, settings.pool, settings.resize, settings.workers)
         features = extractor.features(source)

@@ -45,7 +45,7 @@ def open_labeled(data: str | Path, *, many_passes: bool = False) -> Labeled:
     into memory at once; otherwise images are decoded when needed, which is never where their features are cached.
     """
     cache_bytes = _MEMORY if many_passes else 0
-    train = _open_train(data, cache_bytes)
+    train = open_source(data, "train", class_folders=True, cache_bytes=cache_bytes)
     labels = _labels_of(train)
     if len(np.unique(labels)) < 2:
         raise ValueError(f"{train.name} has one class only; there is nothing to tell apart, give data with two or more")
@@ -78,30 +78,15 @@ def held_out(labels: Labels, share: float) -> npt.NDArray[np.bool_]:
     return held
 
 
-def _open_train(data: str | Path, cache_bytes: int) -> Source:
-    try:
-        return open_source(data, "train", class_folders=True, cache_bytes=cache_bytes)
-    except ValueError as error:
-        try:
-            plain = open_source(data, "train", cache_bytes=0, progress=False)
-        except ValueError:
-            raise error from None
-        raise ValueError(_no_labels(plain.name)) from error
-
-
 def _labels_of(source: Source) -> Labels:
     if source.labels is None:
-        raise ValueError(_no_labels(source.name))
+        raise ValueError(
+            f"{source.name} has no labels, which evaluation needs; put the images into one sub-folder per class, "
+            "or give parquet with a label column"
+        )
     if len(source.labels) and source.labels.min() < 0:
         raise ValueError(f"{source.name} has label {source.labels.min()}, which means unlabeled; remove those images")
     return source.labels
-
-
-def _no_labels(name: str) -> str:
-    return (
-        f"{name} has no labels, which evaluation needs; put the images into one sub-folder per class, "
-        "or give parquet with a label column"
-    )
 
 
 class Part:

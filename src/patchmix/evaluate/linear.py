@@ -16,11 +16,11 @@ from patchmix import distributed
 from patchmix.data.loader import Batch
 from patchmix.data.views import View, Views, to_float
 from patchmix.evaluate import sweep
-from patchmix.evaluate.features import FeatureExtractor, Features, Pool, pooled
+from patchmix.evaluate.features import FeatureExtractor, Features
 from patchmix.evaluate.labeled import Labeled, held_out
 from patchmix.evaluate.protocol import SupervisedMethod, Task, fit, open_task, top_accuracies, usual_batch, work_folder
 from patchmix.evaluate.results import Result
-from patchmix.interop.backbone import Backbone
+from patchmix.interop.backbone import Backbone, Pool, pooled
 from patchmix.settings import Linear
 
 EPOCHS = 100.0

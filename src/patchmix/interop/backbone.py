@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,18 +15,20 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import center_crop, resize
 
 from patchmix.data.decode import DecodeError, decode
-from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
+from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD, as_channels, normalize_
 from patchmix.device import resolve_device
 from patchmix.files import replacing
+from patchmix.nn.tokens import class_tokens
 from patchmix.nn.vit import create_encoder
 
 AnyImage = Image.Image | str | Path | npt.NDArray[np.uint8]
 Images = Tensor | npt.NDArray[np.uint8] | Sequence[AnyImage] | str | Path
+Pool = Literal["token", "mean"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Backbone:
         self,
         images: Images,
         *,
-        pool: Literal["token", "mean"] = "token",
+        pool: Pool = "token",
         batch_size: int = 256,
         device: str = "auto",
     ) -> Tensor:
@@ -109,21 +111,20 @@ class Backbone:
         """
         if pool not in ("token", "mean"):
             raise ValueError(f"pool is {pool!r}; it must be token or mean")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        if isinstance(images, str | Path):
+            images = [images]
+        if len(images) == 0:
+            raise ValueError("there are no images to embed; give at least one")
         target = resolve_device(device)
-        encoder = self.encoder().to(target)
-        if pool == "token" and encoder.num_prefix_tokens == 0:
-            raise ValueError(f"{self.name or self.architecture.name} has no class token; use pool='mean'")
-        mean, std = (torch.tensor(values, device=target).view(-1, 1, 1) for values in (self.mean, self.std))
+        encoder, size = self.encoder().to(target), self.architecture.image_size
         features = []
-        for batch in _batches(images, size=self.architecture.image_size, batch_size=batch_size):
-            x = (batch.to(target) - mean) / std
-            if self.architecture.in_chans == 1:
-                x = x.mean(dim=1, keepdim=True)  # as in training on gray images
-            if pool == "token":
-                vectors = encoder(x)
-            else:
-                vectors = encoder.forward_features(x)[:, encoder.num_prefix_tokens :].mean(dim=1)
-            features.append(vectors.float().cpu())
+        for start in range(0, len(images), batch_size):
+            part: Any = images[start : start + batch_size]
+            whole = isinstance(part, Tensor | np.ndarray)
+            batch = _fit(part, size) if whole else torch.cat([_fit(_pixels(one)[None], size) for one in part])
+            features.append(pooled(encoder, normalize_(batch.to(target), self.mean, self.std), pool).float().cpu())
         return torch.cat(features)
 
     def digest(self) -> str:
@@ -210,38 +211,36 @@ def _times(tensor: Tensor) -> str:
     return " × ".join(map(str, tensor.shape)) or "a number"
 
 
-def _batches(images: Images, *, size: int, batch_size: int) -> Iterator[Tensor]:
-    """Batches (n, 3, S, S) of float32 in [0, 1], in order."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-    if isinstance(images, str | Path):
-        images = [images]
-    if len(images) == 0:
-        raise ValueError("there are no images to embed; give at least one")
-    for start in range(0, len(images), batch_size):
-        part: Any = images[start : start + batch_size]
-        if isinstance(part, Tensor | np.ndarray):
-            yield _fit(_planes(part), size)
-        else:
-            yield torch.cat([_fit(_planes(_pixels(one)[None]), size) for one in part])
+def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
+    """(N, 3, H, W) → (N, D): the class token or the mean over patch tokens; gray images for encoders of gray ones."""
+    if isinstance(encoder, VisionTransformer):
+        images = as_channels(images, int(encoder.patch_embed.proj.in_channels))
+    if pool == "token":
+        return class_tokens(encoder, images)
+    assert isinstance(encoder, VisionTransformer), "the mean over patch tokens needs a timm ViT"
+    tokens: Tensor = encoder.forward_features(images)
+    return tokens[:, encoder.num_prefix_tokens :].mean(dim=1)
 
 
-def _planes(images: Tensor | npt.NDArray[Any]) -> Tensor:
-    """uint8 (n, 3, H, W), or float32 (n, 3, H, W) in [0, 1]."""
+def _fit(images: Tensor | npt.NDArray[Any], size: int) -> Tensor:
+    """uint8 (n, H, W, 3) or float (n, 3, H, W) in [0, 1] → float32 (n, 3, S, S) in 0…255.
+
+    Shorter side → S, bicubic with antialiasing; then the central crop.
+    """
     tensor = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))  # a copy: may be read-only
-    if not tensor.is_floating_point() and tensor.dtype != torch.uint8:
+    floats = tensor.is_floating_point()
+    if not floats and tensor.dtype != torch.uint8:
         raise ValueError(f"images are {str(tensor.dtype)[6:]}; expected floats in [0, 1] or uint8")
-    kind, channels, expected = (
-        ("float", 1, "(N, 3, H, W)") if tensor.is_floating_point() else ("uint8", 3, "(N, H, W, 3)")
-    )
-    if tensor.ndim != 4 or tensor.shape[channels] != 3:
+    kind, expected = ("float", "(N, 3, H, W)") if floats else ("uint8", "(N, H, W, 3)")
+    if tensor.ndim != 4 or tensor.shape[1 if floats else 3] != 3 or 0 in tensor.shape:
         raise ValueError(f"{kind} images have shape {tuple(tensor.shape)}; expected {expected}")
-    if kind == "uint8":
-        return tensor.permute(0, 3, 1, 2)
-    low, high = tensor.min().item(), tensor.max().item()
-    if not (low >= 0 and high <= 1):  # so that NaN fails too
-        raise ValueError(f"float images span {low:.3g} to {high:.3g}; expected [0, 1], before any normalization")
-    return tensor.detach().float()
+    if floats:
+        low, high = tensor.min().item(), tensor.max().item()
+        if not (low >= 0 and high <= 1):  # so that NaN fails too
+            raise ValueError(f"float images span {low:.3g} to {high:.3g}; expected [0, 1], before any normalization")
+    planes = tensor.detach().float() if floats else tensor.permute(0, 3, 1, 2)
+    fitted: Tensor = center_crop(resize(planes, [size], InterpolationMode.BICUBIC), [size])
+    return fitted.clamp(0, 1) * 255 if floats else fitted.float()  # bicubic overshoots at edges
 
 
 def _pixels(image: AnyImage) -> npt.NDArray[np.uint8]:
@@ -259,12 +258,3 @@ def _pixels(image: AnyImage) -> npt.NDArray[np.uint8]:
     except (DecodeError, OSError) as error:
         reason = error.reason if isinstance(error, DecodeError) else error.strerror
         raise ValueError(f"{image} can't be decoded as an image: {reason}") from error
-
-
-def _fit(images: Tensor, size: int) -> Tensor:
-    """(n, 3, H, W) → (n, 3, S, S), float32 in [0, 1]: shorter side → S, bicubic with antialiasing, central crop."""
-    height, width = images.shape[2:]
-    if min(height, width) == 0:
-        raise ValueError(f"images are {height} × {width} px; they must have at least one pixel")
-    images = center_crop(resize(images, [size], InterpolationMode.BICUBIC), [size])
-    return images.float() / 255 if images.dtype == torch.uint8 else images.clamp(0, 1)  # bicubic overshoots at edges

@@ -56,10 +56,7 @@ def open_images(data: str | Path | Sequence[Path], limit: int | None = None) -> 
     if not isinstance(data, str | Path):
         return ImageFiles(data)
     split: Split = "test" if has_split(data, "test") else "train"
-    try:
-        source = open_source(data, split, class_folders=True, cache_bytes=0, progress=False)
-    except ValueError:  # a folder with images beside its sub-folders
-        source = open_source(data, split, cache_bytes=0, progress=False)
+    source = open_source(data, split, class_folders=True, cache_bytes=0, progress=False)
     return source if limit is None or limit >= len(source) else Subset(source, limit)
 
 
