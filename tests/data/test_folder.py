@@ -8,32 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from patchmix.data.decode import DecodeError
-from patchmix.data.folder import FolderSource, PathList, list_images
+from patchmix.data.folder import FolderSource, list_images
 from patchmix.data.loader import Loader
 from patchmix.data.views import CenterCrop
 
 Write = Callable[..., Path]
-
-
-@given(st.lists(st.binary(min_size=1, max_size=20)))
-def test_a_path_list_gives_back_what_it_got(paths: list[bytes]) -> None:
-    packed = PathList(paths)
-    assert [packed[index] for index in range(len(packed))] == paths
-
-
-@given(st.lists(st.lists(st.binary(max_size=5), max_size=5), min_size=1, max_size=4), st.data())
-def test_path_lists_can_be_joined_and_cut(lists: list[list[bytes]], data: st.DataObject) -> None:
-    whole = [path for paths in lists for path in paths]
-    joined = PathList.joined([PathList(paths) for paths in lists])
-    start = data.draw(st.integers(0, len(whole)))
-    stop = data.draw(st.integers(start, len(whole)))
-    part = joined.part(start, stop)
-    assert [joined[index] for index in range(len(joined))] == whole
-    assert [part[index] for index in range(len(part))] == whole[start:stop]
 
 
 def test_order_is_that_of_relative_paths(tmp_path: Path, write_image: Write) -> None:

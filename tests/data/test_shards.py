@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from benchmarks.streaming import stream, write_noise
 from patchmix.data import shard_files
@@ -239,8 +241,14 @@ class TestDamage:
             index = scanned(file, "a.tar")
         index.save(tmp_path / "right")
         assert len(ShardIndex.load(tmp_path / "right").offsets) == 10
-        (index.names.ends if array == "name_ends" else getattr(index, array))[-1] = value
-        index.save(tmp_path / "wrong")
+        if array == "name_ends":
+            with safe_open(tmp_path / "right", framework="numpy") as file:
+                arrays, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+            arrays["name_ends"][-1] = value
+            save_file(arrays, tmp_path / "wrong", metadata)
+        else:
+            getattr(index, array)[-1] = value
+            index.save(tmp_path / "wrong")
         with pytest.raises(ValueError, match="is not an index of shards, or a damaged one"):
             ShardIndex.load(tmp_path / "wrong")
 

@@ -2,54 +2,16 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
-from patchmix.data.contract import Indices, Labels
+from patchmix.data.contract import Labels
 from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode
 
 _SUFFIXES = tuple(extension.encode() for extension in EXTENSIONS)
-
-
-class PathList:
-    """Many relative paths in one byte array: forked workers share it, where a list of strings would be copied
-    page by page as their reference counts change."""
-
-    def __init__(self, paths: Iterable[bytes]) -> None:
-        paths = list(paths)
-        lengths = np.fromiter((len(path) for path in paths), np.int64, len(paths))
-        self.ends: Indices = np.cumsum(lengths)
-        self.text: npt.NDArray[np.uint8] = np.frombuffer(b"".join(paths), np.uint8)
-
-    @classmethod
-    def packed(cls, text: npt.NDArray[np.uint8], ends: Indices) -> "PathList":
-        """From what another one holds."""
-        made = cls(())
-        made.text, made.ends = text, ends
-        return made
-
-    @classmethod
-    def joined(cls, parts: Sequence["PathList"]) -> "PathList":
-        """One after the other."""
-        before = np.cumsum([0, *(len(part.text) for part in parts[:-1])])
-        ends = [part.ends + shift for part, shift in zip(parts, before, strict=True)]
-        return cls.packed(np.concatenate([part.text for part in parts]), np.concatenate(ends))
-
-    def part(self, start: int, stop: int) -> "PathList":
-        """Those at start … stop - 1."""
-        first = int(self.ends[start - 1]) if start > 0 else 0
-        ends = self.ends[start:stop]
-        return PathList.packed(self.text[first : int(ends[-1]) if len(ends) else first], ends - first)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> bytes:
-        start = int(self.ends[index - 1]) if index > 0 else 0
-        return self.text[start : int(self.ends[index])].tobytes()
 
 
 class FolderSource:
@@ -66,14 +28,15 @@ class FolderSource:
         self.root = root
         self.classes = classes
         self.labels = None if classes is None else _label(paths, classes, root)
-        self._paths = PathList(paths)
+        # One block that forked workers share: a list would be copied as its reference counts change.
+        self._paths: Any = pa.array(paths, pa.large_binary())
         self._fingerprint: str | None = None
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def _path(self, index: int) -> Path:
-        return self.root / os.fsdecode(self._paths[index])
+        return self.root / os.fsdecode(self._paths[index].as_py())
 
     def load(self, index: int) -> Pixels:
         return decode(self.encoded(index), self.key(index))
@@ -86,8 +49,7 @@ class FolderSource:
             raise DecodeError(self.key(index), error.strerror or type(error).__name__) from error
 
     def key(self, index: int) -> str:
-        # A name that is not UTF-8 must still be printable.
-        return self._paths[index].decode("utf-8", "backslashreplace")
+        return str(self._paths[index].as_py(), "utf-8", "backslashreplace")  # a name need not be UTF-8
 
     def fingerprint(self) -> str:
         if self._fingerprint is None:
@@ -97,7 +59,7 @@ class FolderSource:
                     size = self._path(index).stat().st_size
                 except OSError:  # vanished or unreadable: its name still counts
                     size = -1
-                digest.update(self._paths[index] + b"\0%d\0" % size)
+                digest.update(self._paths[index].as_py() + b"\0%d\0" % size)
             self._fingerprint = digest.hexdigest()[:32]
         return self._fingerprint
 

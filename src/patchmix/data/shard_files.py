@@ -6,17 +6,20 @@ share. Of a tar only headers and labels are read; nothing is unpacked.
 
 import glob
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import fsspec
 from filelock import FileLock
@@ -39,6 +42,10 @@ _MOST_SHARDS = 100_000
 _SPLIT_WORDS = ("train", "val", "test")  # with "val", also "validation"
 _TIMEOUT = 60  # seconds without an answer
 _CACHE_GB = 20.0
+# What tarfile raises on damaged headers.
+_DAMAGES = (tarfile.TarError, ValueError, LookupError, OverflowError, MemoryError, RecursionError)
+
+T = TypeVar("T")
 
 
 # ----------------------------------------------------------------------------------------------------------- file names
@@ -72,7 +79,8 @@ def find_shards(data: str) -> dict[Split, list[str]]:
 def shards_in(root: Path) -> dict[Split, list[str]]:
     """The shards of a local folder, by split; {} where images lie beside them, or where there are none."""
     found = files_below(root, ".tar")
-    if not found or any(_has_images(folder) for folder in {root, *(path.parent for path in found)}):
+    beside = [name for folder in {root, *(path.parent for path in found)} for name in os.listdir(folder)]  # noqa: PTH208
+    if any(name.lower().endswith(EXTENSIONS) and not name.startswith(".") for name in beside):
         return {}
     return by_split([str(path) for path in found], str(root))
 
@@ -98,25 +106,24 @@ def by_split(names: Iterable[str], root: str = "") -> dict[Split, list[str]]:
 
 def expand_braces(pattern: str) -> list[str]:
     """`a-{00..02}.tar` → a-00.tar, a-01.tar, a-02.tar; `{a,b}.tar` → a.tar, b.tar; as shells do."""
-    match = _BRACES.search(pattern)
-    if match is None:
-        return [pattern]
-    inside = match.group(1)
-    numbers = _RANGE.fullmatch(inside)
-    if numbers is not None:
-        first, last = int(numbers[1]), int(numbers[2])
-        if not first <= last < first + _MOST_SHARDS:
-            raise ValueError(f"{{{inside}}} in {pattern!r} must count upwards, to at most {_MOST_SHARDS:,} shards")
-        width = len(numbers[1]) if numbers[1].startswith("0") else 0
-        choices = [f"{number:0{width}d}" for number in range(first, last + 1)]
-    elif "," in inside:
-        choices = inside.split(",")
-    else:
-        raise ValueError(f"{{{inside}}} in {pattern!r} is neither a range such as {{000..099}} nor a list {{a,b}}")
-    rest = expand_braces(pattern[match.end() :])
-    if len(choices) * len(rest) > _MOST_SHARDS:
+    parts = _BRACES.split(pattern)  # text and what is inside of braces by turns
+    choices = [_choices(part, pattern) if number % 2 else [part] for number, part in enumerate(parts)]
+    if math.prod(len(choice) for choice in choices) > _MOST_SHARDS:
         raise ValueError(f"{pattern!r} names more than {_MOST_SHARDS:,} shards; split it")
-    return [pattern[: match.start()] + choice + end for choice in choices for end in rest]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+def _choices(inside: str, pattern: str) -> list[str]:
+    if match := _RANGE.fullmatch(inside):
+        first, last = int(match[1]), int(match[2])
+        if first <= last < first + _MOST_SHARDS:
+            width = len(match[1]) if match[1].startswith("0") else 0
+            return [f"{number:0{width}d}" for number in range(first, last + 1)]
+    elif "," in inside:
+        return inside.split(",")
+    raise ValueError(
+        f"{{{inside}}} in {pattern!r} must be a list {{a,b}}, or a range {{000..099}} of at most {_MOST_SHARDS:,}"
+    )
 
 
 def _matches(name: str) -> list[str]:
@@ -130,12 +137,19 @@ def _matches(name: str) -> list[str]:
     return [name]
 
 
-def _has_images(folder: Path) -> bool:
-    with os.scandir(folder) as entries:
-        return any(entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".") for entry in entries)
-
-
 # --------------------------------------------------------------------------------------------------------- remote files
+
+
+def retry(action: Callable[[], T], complaint: str, remedy: str) -> T:
+    """A few tries, because networks fail now and then; a ValueError after the last one."""
+    for attempt in range(TRIES):
+        try:
+            return action()
+        except OSError as error:
+            if attempt == TRIES - 1:
+                raise ValueError(f"{complaint} ({error.strerror or error}; {TRIES} tries); {remedy}") from error
+            time.sleep(PAUSE * 2**attempt)
+    raise AssertionError("the last try returns or raises")
 
 
 def open_remote(url: str, expected: int | None = None) -> IO[bytes]:
@@ -147,35 +161,26 @@ def open_remote(url: str, expected: int | None = None) -> IO[bytes]:
     storage = cache_folder("shards") / "fetched" / hashlib.sha256(url.encode()).hexdigest()[:20]
     storage.mkdir(parents=True, exist_ok=True)
     with FileLock(storage / ".lock"):
-        for attempt in range(TRIES):
-            try:
-                return _fetch(url, storage, expected, room)
-            except Exception as error:  # each file system has errors of its own
-                unknown = isinstance(error, ImportError) or "Protocol not known" in str(error)
-                if unknown or attempt == TRIES - 1:
-                    raise ValueError(
-                        f"{url!r} cannot be fetched ({_reason(error)}; {attempt + 1} tries); {_remedy(url)}"
-                    ) from error
-                time.sleep(PAUSE * 2**attempt)
-    raise AssertionError("the last try returns or raises")
+        fetch = partial(_fetch, url, storage, expected, room)
+        return retry(fetch, f"{url!r} cannot be fetched", "check the address and the network")
 
 
 def _fetch(url: str, storage: Path, expected: int | None, room: int) -> IO[bytes]:
     """Open the file that fsspec's cache has, or gets, in `storage`."""
     unfinished = storage / ".unfinished"  # fsspec writes in place: what a killed process began must go
-    kept = list(storage.glob("[!.]*"))
     if unfinished.exists():
-        for path in kept:
+        for path in storage.glob("[!.]*"):
             path.unlink()
-        kept = []
+    kept = any(storage.glob("[!.]*"))
     if not kept:
         prune(storage.parent, max(0, room - (expected or 0)))
     unfinished.touch()
-    cache = {"cache_storage": str(storage), "same_names": True}
-    (name,) = fsspec.open_local([f"simplecache::{url}"], simplecache=cache, **_options(url))
-    if not kept and expected is None and not url.startswith("http"):  # over HTTP a short answer is an error already
-        system, path = url_to_fs(url)
-        expected = system.size(path)
+    with _os_errors(url):
+        cache = {"cache_storage": str(storage), "same_names": True}
+        (name,) = fsspec.open_local([f"simplecache::{url}"], simplecache=cache, **_options(url))
+        if not kept and expected is None and not url.startswith("http"):  # over HTTP a short answer is an error already
+            system, path = url_to_fs(url)
+            expected = system.size(path)
     file = Path(name).open("rb", buffering=0)  # noqa: SIM115 (kept open)
     size = os.fstat(file.fileno()).st_size
     if expected is not None and size != expected:
@@ -188,49 +193,50 @@ def _fetch(url: str, storage: Path, expected: int | None, room: int) -> IO[bytes
     return file
 
 
-def read_remote(url: str) -> bytes | None:
-    """A small file, in one try; None where there is none."""
-    try:
+def read_remote(url: str) -> bytes:
+    """A small file, in one try. Raises OSError."""
+    with _os_errors(url):
         system, name = url_to_fs(url, **_options(url).get("http", {}))
         return bytes(system.cat_file(name))
-    except Exception:  # as above
-        return None
 
 
 def _list_remote(pattern: str) -> list[str]:
     """The files that match, with their protocol. Raises ValueError where the protocol cannot list."""
-    if pattern.startswith(("http://", "https://")):
+    if pattern.startswith("http"):
         raise ValueError(f"{pattern!r} cannot be listed; name the shards, such as train-{{000000..000099}}.tar")
     try:
-        system, path = url_to_fs(pattern)
-        return sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
-    except Exception as error:  # as above
-        raise ValueError(f"{pattern!r} cannot be listed ({_reason(error)}); {_remedy(pattern)}") from error
+        with _os_errors(pattern):
+            system, path = url_to_fs(pattern)
+            return sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
+    except OSError as error:
+        raise ValueError(f"{pattern!r} cannot be listed ({error}); check the address and the network") from error
+
+
+@contextmanager
+def _os_errors(url: str) -> Iterator[None]:
+    """Each file system of fsspec has errors of its own; here they become an OSError, a missing package a ValueError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise OSError("no such file") from error
+    except Exception as error:
+        status = getattr(error, "status", None)  # aiohttp's
+        reason = f"HTTP {status}" if isinstance(status, int) else " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ImportError) or "Protocol not known" in reason:
+            remedy = "install fsspec's package for its protocol, such as s3fs"
+            raise ValueError(f"{url!r} cannot be fetched ({reason}); {remedy}") from error
+        raise OSError(reason) from error
 
 
 def _options(url: str) -> dict[str, Any]:
     """Options of fsspec by protocol: over HTTP a time limit for each answer, none for the whole file."""
-    if not url.startswith(("http://", "https://")):
+    if not url.startswith("http"):
         return {}
     from aiohttp import ClientTimeout  # slow to import
 
     timeout = ClientTimeout(total=None, sock_connect=_TIMEOUT, sock_read=_TIMEOUT)
     client = {"client_kwargs": {"timeout": timeout, "trust_env": True}}  # proxies from the environment
     return {"http": client, "https": client}
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "no such file"
-    if isinstance(getattr(error, "status", None), int):  # aiohttp's
-        return f"HTTP {error.status}"  # type: ignore[attr-defined]
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _remedy(url: str) -> str:
-    if url.startswith("http"):
-        return "check the address and the network"
-    return "check the address, and install fsspec's package for this protocol, such as s3fs"
 
 
 def _cache_bytes() -> int:
@@ -279,12 +285,22 @@ def scan(file: IO[bytes]) -> Scan:
     webdataset: `a/0001.jpg` and `a/0001.cls`.
     """
     result = Scan()
-    for _, group in groupby(_members(file, result), lambda member: _split_name(member.name)[0]):
-        _add_sample(file.fileno(), list(group), result)
-    if result.damaged and any(sample.label >= 0 for sample in result.samples):
-        whole = [sample for sample in result.samples if sample.label >= 0]
-        result.skipped["label lost"] += len(result.samples) - len(whole)
-        result.samples = whole
+    for _, group in itertools.groupby(_members(file, result), lambda member: _split_name(member.name)[0]):
+        members = {_split_name(member.name)[1]: member for member in group}
+        images = [extension for extension in members if extension.endswith(EXTENSIONS)]
+        if not images:
+            continue
+        image = members[min(images, key=lambda extension: extension not in EXTENSIONS)]  # 1.jpg before 1.left.jpg
+        result.skipped["further image of a sample"] += len(images) - 1
+        if image.size > MAX_MEMBER:
+            result.skipped[f"larger than {MAX_MEMBER >> 20} MB"] += 1
+            continue
+        labels = (_read_label(file.fileno(), members[kind]) for kind in (".cls", ".json") if kind in members)
+        result.samples.append(Sample(image, next((label for label in labels if label >= 0), -1)))
+    labeled = [sample for sample in result.samples if sample.label >= 0]
+    if result.damaged and labeled:
+        result.skipped["label lost"] += len(result.samples) - len(labeled)
+        result.samples = labeled
     result.skipped += Counter()  # without zeros
     return result
 
@@ -309,10 +325,8 @@ def _members(file: IO[bytes], result: Scan) -> Iterator[Member]:
                 tail = os.pread(handle, 2 * BLOCK, tar.offset)
                 if len(tail) >= BLOCK and not tail.strip(b"\0"):
                     return  # two empty blocks: the end
-                damage = "end missing" if len(tail) < BLOCK else "damaged header"
-    except OSError:
-        raise
-    except Exception:  # tarfile raises nearly anything on damaged files
+                damage = "cut off" if len(tail) < BLOCK else "damaged header"
+    except _DAMAGES:
         damage = "damaged header"
     result.damaged = True
     result.skipped[damage] += 1
@@ -332,22 +346,6 @@ def _split_name(name: str) -> tuple[str, str]:
     folder, slash, base = name.rpartition("/")
     stem, dot, extension = base.partition(".")
     return folder + slash + stem, dot + extension.lower()
-
-
-def _add_sample(handle: int, group: list[Member], result: Scan) -> None:
-    extensions = [_split_name(member.name)[1] for member in group]
-    images = [place for place, extension in enumerate(extensions) if extension.endswith(EXTENSIONS)]
-    if not images:
-        return
-    # `0001.jpg` before `0001.left.jpg`.
-    image = group[next((place for place in images if extensions[place] in EXTENSIONS), images[0])]
-    result.skipped["further image of a sample"] += len(images) - 1
-    if image.size > MAX_MEMBER:
-        result.skipped[f"larger than {MAX_MEMBER >> 20} MB"] += 1
-        return
-    members = zip(group, extensions, strict=True)
-    labels = (_read_label(handle, member) for member, extension in members if extension in (".cls", ".json"))
-    result.samples.append(Sample(image, next((label for label in labels if label >= 0), -1)))
 
 
 def _read_label(handle: int, member: Member) -> int:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,14 +19,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from patchmix.data import shard_files
 from patchmix.data.contract import Groups, Indices, Labels
 from patchmix.data.decode import DecodeError, Pixels, decode
-from patchmix.data.folder import PathList
-from patchmix.data.shard_files import BLOCK, MAX_MEMBER, TRIES, is_remote, open_remote, read_remote
+from patchmix.data.shard_files import BLOCK, MAX_MEMBER, is_remote, open_remote, read_remote, retry
 from patchmix.files import cache_folder, writing
 from patchmix.progress import progress_bar
 
@@ -50,7 +49,7 @@ class ShardIndex:
     offsets: Indices  # (N,)
     sizes: Indices  # (N,)
     labels: Indices  # (N,), -1 where there is none
-    names: PathList  # N member names
+    names: Any  # N member names, an arrow array of bytes
     classes: tuple[str, ...] | None = None
     skipped: tuple[str, ...] = ()  # per shard what was left out, "" where nothing
 
@@ -64,47 +63,47 @@ class ShardIndex:
             "skipped": self.skipped,
         }
         arrays = {name: getattr(self, name) for name in _PER_SAMPLE}
-        arrays |= {"name_ends": self.names.ends, "names": self.names.text}
+        names = self.names.to_pylist()
+        arrays["name_ends"] = np.cumsum([len(name) for name in names], dtype=np.int64)
+        arrays["names"] = np.frombuffer(b"".join(names), np.uint8)
         with writing(path) as file:
             file.write(save(arrays, {"index": json.dumps(described)}))
 
     @classmethod
-    def load(cls, path: Path) -> "ShardIndex":
-        """Raises ValueError where the file is no index, or a damaged one."""
-        return cls.parse(path.read_bytes(), str(path))
-
-    @classmethod
-    def parse(cls, data: bytes, name: str) -> "ShardIndex":
-        """From the bytes of a file with this name; raises as `load` does."""
+    def load(cls, place: str | Path) -> "ShardIndex":
+        """Raises OSError where there is no such file, ValueError where it is no index, or a damaged one."""
+        data = read_remote(str(place)) if is_remote(str(place)) else Path(place).read_bytes()
         try:
             arrays = load(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
             described = json.loads(header["__metadata__"]["index"])
+            name_bounds = np.append(np.int64(0), arrays["name_ends"])
+            buffers = [None, pa.py_buffer(name_bounds), pa.py_buffer(arrays["names"])]
             index = cls(
                 shards=tuple(map(str, described["shards"])),
                 shard_bytes=np.array(described["bytes"], np.int64),
                 counts=np.array(described["counts"], np.int64),
-                names=PathList.packed(arrays["names"], arrays["name_ends"]),
+                offsets=arrays["offsets"],
+                sizes=arrays["sizes"],
+                labels=arrays["labels"],
+                names=pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(arrays["name_ends"]), buffers),
                 classes=None if described["classes"] is None else tuple(map(str, described["classes"])),
                 skipped=tuple(map(str, described["skipped"])),
-                **{name: arrays[name] for name in _PER_SAMPLE},
             )
-            if described["version"] == _VERSION and index.is_sound():
+            index.names.validate(full=True)
+            if described["version"] == _VERSION and name_bounds.dtype == np.int64 and index.is_sound():
                 return index
             reason = ""
         except (SafetensorError, KeyError, TypeError, ValueError, OverflowError) as error:
             reason = f" ({' '.join(str(error).split())})"
-        raise ValueError(f"{name!r} is not an index of shards, or a damaged one{reason}; remove it")
+        raise ValueError(f"{str(place)!r} is not an index of shards, or a damaged one{reason}; remove it")
 
     def is_sound(self) -> bool:
-        """An index may come from anywhere: every sample must lie inside its shard, every name inside the text."""
-        samples, shards = len(self.offsets), len(self.shards)
-        ends, text = self.names.ends, self.names.text
-        sized = [(getattr(self, name), shards) for name in _PER_SHARD]
-        sized += [(array, samples) for array in (self.offsets, self.sizes, self.labels, ends)]
+        """An index may come from anywhere: every sample must lie inside its shard."""
+        samples, shards = len(self.names), len(self.shards)
+        sized = [(array, shards) for array in (self.shard_bytes, self.counts)]
+        sized += [(array, samples) for array in (self.offsets, self.sizes, self.labels)]
         if any(array.dtype != np.int64 or array.shape != (length,) for array, length in sized):
-            return False
-        if text.dtype != np.uint8 or text.ndim != 1 or (np.diff(ends, prepend=0, append=len(text)) < 0).any():
             return False
         if len(self.skipped) != shards or (self.counts < 0).any() or int(self.counts.sum()) != samples:
             return False
@@ -117,17 +116,17 @@ class ShardIndex:
     def one(self, number: int) -> "ShardIndex":
         """The part that is about one shard."""
         stop = int(self.counts[: number + 1].sum())
-        shard, samples = slice(number, number + 1), slice(stop - int(self.counts[number]), stop)
-        parts: dict[str, Any] = {name: getattr(self, name)[shard] for name in ("shards", "skipped", *_PER_SHARD)}
-        parts |= {name: getattr(self, name)[samples] for name in _PER_SAMPLE}
-        return replace(self, names=self.names.part(samples.start, samples.stop), **parts)
+        start = stop - int(self.counts[number])
+        parts = {name: getattr(self, name)[number : number + 1] for name in ("shards", "skipped", *_PER_SHARD)}
+        parts |= {name: getattr(self, name)[start:stop] for name in ("names", *_PER_SAMPLE)}
+        return replace(self, **parts)
 
 
 def join(parts: Sequence[ShardIndex]) -> ShardIndex:
     """One index for all, in the order given."""
     return ShardIndex(
         shards=tuple(name for part in parts for name in part.shards),
-        names=PathList.joined([part.names for part in parts]),
+        names=pa.concat_arrays([part.names for part in parts]),
         classes=next((part.classes for part in parts if part.classes is not None), None),
         skipped=tuple(text for part in parts for text in part.skipped),
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in (*_PER_SHARD, *_PER_SAMPLE)},
@@ -145,7 +144,9 @@ def scanned(file: IO[bytes], name: str) -> ShardIndex:
         offsets=np.array([sample.image.offset for sample in samples], np.int64),
         sizes=np.array([sample.image.size for sample in samples], np.int64),
         labels=np.array([sample.label for sample in samples], np.int64),
-        names=PathList(sample.image.name.encode("utf-8", "backslashreplace") for sample in samples),
+        names=pa.array(
+            [sample.image.name.encode("utf-8", "backslashreplace") for sample in samples], pa.large_binary()
+        ),
         skipped=(", ".join(f"{count} {reason}" for reason, count in sorted(found.skipped.items())),),
     )
 
@@ -184,14 +185,15 @@ class ShardSource:
         return decode(self.encoded(index), self.key(index))
 
     def key(self, index: int) -> str:
-        name = self._index.names[index].decode("utf-8", "backslashreplace")
+        name = str(self._index.names[index].as_py(), "utf-8", "backslashreplace")
         return f"{self._index.shards[self._shard_of(index)]}/{name}"
 
     def fingerprint(self) -> str:
         kept = self._index
         digest = hashlib.sha256(b"shards\0" + "\0".join(kept.shards).encode("utf-8", "backslashreplace"))
-        for array in (kept.counts, kept.shard_bytes, kept.offsets, kept.sizes, kept.labels, kept.names.text):
+        for array in (kept.counts, kept.shard_bytes, kept.offsets, kept.sizes, kept.labels):
             digest.update(array.tobytes())
+        digest.update(b"".join(kept.names.to_pylist()))
         return digest.hexdigest()[:32]
 
     def encoded(self, index: int) -> bytes:
@@ -208,35 +210,26 @@ class ShardSource:
         return int(np.searchsorted(self._starts, index, side="right")) - 1
 
     def _read(self, shard: int, size: int, offset: int) -> bytes:
-        """Bytes of a shard; a few tries, because network file systems fail now and then."""
-        for attempt in range(TRIES):
+        def read() -> bytes:
             try:
-                file = self._open(self._shards[shard], int(self._index.shard_bytes[shard]))
-                return os.pread(file.fileno(), size, offset)
-            except OSError as error:
+                return os.pread(self._open(name, int(self._index.shard_bytes[shard])).fileno(), size, offset)
+            except OSError:
                 self.release()
-                if attempt == TRIES - 1:
-                    raise ValueError(
-                        f"shard {self._shards[shard]!r} cannot be read ({error.strerror or error}; {TRIES} tries); "
-                        "restore it and continue with --resume auto"
-                    ) from error
-                time.sleep(shard_files.PAUSE * 2**attempt)
-        raise AssertionError("the last try returns or raises")
+                raise
+
+        name = self._shards[shard]
+        return retry(read, f"shard {name!r} cannot be read", "restore it and continue with --resume auto")
 
 
 def open_shards(shards: Sequence[str], *, name: str, progress: bool = True) -> ShardSource:
     """A source from local or remote shards; those that no index describes are scanned once."""
-    indices = _written_indices(shards)
-    parts = [_part_of(indices.get(_index_beside(shard)), shard) for shard in shards]
-    unknown = [number for number, part in enumerate(parts) if part is None]
-
-    def find(number: int) -> None:
-        parts[number] = _scan_once(shards[number])
-
+    known = _described(shards)
+    unknown = [shard for shard in shards if shard not in known]
     with ThreadPoolExecutor(8) as pool, progress_bar(f"indexing {name}", len(unknown), progress, "shards") as advance:
-        for _ in pool.map(find, unknown):
+        for shard, part in zip(unknown, pool.map(_scan_once, unknown), strict=True):
+            known[shard] = part
             advance(1)
-    index = join([part for part in parts if part is not None])
+    index = join([known[shard] for shard in shards])
     _warn_of_losses(index, name)
     if not len(index.offsets):
         raise ValueError(f"no images in the {len(shards)} shards of {name}; members such as 0001.jpg are taken")
@@ -253,36 +246,34 @@ def _split(shard: str) -> tuple[str, str]:
     return folder + slash, base
 
 
-def _index_beside(shard: str) -> str:
-    """Where `patchmix shards` would have written this shard's index."""
-    folder, base = _split(shard)
-    return f"{folder}{base.removesuffix('.tar').rstrip('0123456789').rstrip('-_')}-index.safetensors"
-
-
-def _written_indices(shards: Sequence[str]) -> dict[str, ShardIndex]:
-    """The indices that lie beside the shards, by their place."""
+def _described(shards: Sequence[str]) -> dict[str, ShardIndex]:
+    """By shard, what the index that `patchmix shards` wrote beside it says."""
+    indices: dict[str, ShardIndex | None] = {}
     found = {}
-    for place in {_index_beside(shard) for shard in shards}:
-        try:
-            data = read_remote(place) if is_remote(place) else Path(place).read_bytes()
-            if data is not None:
-                found[place] = ShardIndex.parse(data, place)
-        except OSError:
+    for shard in shards:
+        folder, base = _split(shard)
+        place = f"{folder}{base.removesuffix('.tar').rstrip('0123456789').rstrip('-_')}-index.safetensors"
+        if place not in indices:
+            indices[place] = _written_index(place)
+        index = indices[place]
+        if index is None or base not in index.shards:
             continue
-        except ValueError as error:
-            _warn(f"{error}; the shards are scanned instead")
+        part = index.one(index.shards.index(base))
+        if is_remote(shard) or Path(shard).stat().st_size == int(part.shard_bytes[0]):
+            found[shard] = part
+        else:
+            _warn(f"{shard} is not the file that its index describes; it is scanned instead")
     return found
 
 
-def _part_of(index: ShardIndex | None, shard: str) -> ShardIndex | None:
-    base = _split(shard)[1]
-    if index is None or base not in index.shards:
+def _written_index(place: str) -> ShardIndex | None:
+    try:
+        return ShardIndex.load(place)
+    except OSError:
         return None
-    part = index.one(index.shards.index(base))
-    if not is_remote(shard) and Path(shard).stat().st_size != int(part.shard_bytes[0]):
-        _warn(f"{shard} is not the file that its index describes; it is scanned instead")
+    except ValueError as error:
+        _warn(f"{error}; the shards are scanned instead")
         return None
-    return part
 
 
 def _scan_once(shard: str) -> ShardIndex:

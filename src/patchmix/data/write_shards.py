@@ -242,7 +242,7 @@ def _index(out: Path, names: list[str], source: Source, job: Job, left_out: list
             parts.append(scanned(file, name))
     index = join(parts)
     damaged = [f"{name} ({text})" for name, text in zip(index.shards, index.skipped, strict=True) if text]
-    numbers = np.array([int(index.names[i][:9]) for i in range(len(index.names))], np.int64)
+    numbers = np.array([int(name[:9]) for name in index.names.to_pylist()], np.int64)
     missing = job.samples - len(np.unique(numbers))
     wrong = source.labels is not None and not np.array_equal(index.labels, source.labels[numbers])
     if damaged or wrong or len(numbers) != len(np.unique(numbers)) or missing < len(left_out):
