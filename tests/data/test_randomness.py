@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from patchmix.data.contract import Groups
 from patchmix.data.decode import DecodeError
 from patchmix.data.loader import Loader
-from patchmix.data.randomness import FullOrder, GroupedOrder, hash_words, lanes_for, order_of, permutation, uniforms
+from patchmix.data.randomness import Order, hash_words, lanes_for, permutation, uniforms
 
 
 def test_uniforms_are_uniform_and_uncorrelated() -> None:
@@ -106,7 +106,7 @@ def flat(parts: list[list[int]]) -> list[int]:
 
 
 def slow_line(source: Grouped, window: int, seed: int, epoch: int) -> list[int]:
-    """What the docstring of GroupedOrder says, written down plainly."""
+    """What the docstring of Order says, written down plainly."""
     starts = [*source.groups.starts.tolist(), len(source)]
     shuffled = permutation(len(starts) - 1, seed, epoch, 0).tolist()
     line: list[int] = []
@@ -124,7 +124,7 @@ counts_of_groups = st.lists(st.integers(0, 9), min_size=2, max_size=12).filter(l
 def test_the_order_is_the_one_described(counts: list[int], window: int, batch: int, epoch: int) -> None:
     source = Grouped(counts, window)
     steps = len(source) // batch
-    order = GroupedOrder(source.groups, len(source), batch, 7)
+    order = Order(len(source), batch, 7, source.groups)
     lanes = lanes_for(batch, window)
     line = np.array(slow_line(source, max(1, window // lanes), 7, epoch)[: steps * batch])
     expected = line.reshape(lanes, steps, batch // lanes).transpose(1, 0, 2).reshape(steps, batch)
@@ -138,7 +138,7 @@ def test_the_order_is_the_one_described(counts: list[int], window: int, batch: i
 
 def test_a_source_without_groups_keeps_its_order() -> None:
     source = Grouped([50], 4)
-    assert isinstance(order_of(source, 8, 3), FullOrder)
+    assert Order(50, 8, 3, source.groups).line(1).tolist() == Order(50, 8, 3).line(1).tolist()
     whole = permutation(50, 3, 1)
     assert flat(indices(made(source, 8), 6, 6)) == whole[:48].tolist()
 
@@ -160,9 +160,9 @@ def test_two_ranks_of_two_workers_see_each_image_once() -> None:
 
 
 def test_epochs_and_seeds_differ_and_groups_are_mixed() -> None:
-    order = GroupedOrder(Grouped([100] * 20, 8).groups, 2000, 64, 1)
+    order = Order(2000, 64, 1, Grouped([100] * 20, 8).groups)
     first, second = (np.concatenate([order.batch(epoch, s) for s in range(31)]) for epoch in (0, 1))
-    other = GroupedOrder(Grouped([100] * 20, 8).groups, 2000, 64, 2).batch(0, 0)
+    other = Order(2000, 64, 2, Grouped([100] * 20, 8).groups).batch(0, 0)
     assert (first != second).mean() > 0.9
     assert (first[:64] != other).mean() > 0.9
     batch_groups = [len(set((order.batch(0, s) // 100).tolist())) for s in range(31)]

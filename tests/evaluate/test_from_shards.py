@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from patchmix.data.contract import Groups, groups_of
-from patchmix.data.randomness import GroupedOrder, order_of
+from patchmix.data.randomness import Order
 from patchmix.data.shapes import shapes_source
 from patchmix.data.sources import open_source
 from patchmix.data.write_shards import write_shards
@@ -66,7 +66,7 @@ def test_a_part_of_groups_has_groups_and_a_subset_reads_from_few() -> None:
     groups = groups_of(part)
     assert groups is not None
     assert groups.starts.tolist() == [0, 2, 5, 6]
-    assert isinstance(order_of(part, 2, 0), GroupedOrder)
+    assert sorted(Order(len(part), 2, 0, groups).line(0).tolist()) == list(range(7))
     assert groups_of(Part(Grouped(), positions[::-1])) is None  # type: ignore[arg-type]
     subset = Subset(Grouped(), 20)  # type: ignore[arg-type]
     assert len(subset) == 20

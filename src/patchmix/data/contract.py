@@ -46,6 +46,14 @@ class Groups(NamedTuple):
     starts: Indices  # (groups,), where each begins; the first is 0
     window: int  # how many of them may be in use at a time
 
+    def bounds(self, length: int) -> Indices:
+        """Where each begins, and the end of the last one: (groups + 1,)."""
+        return np.append(self.starts, length)
+
+    def of(self, index: int) -> int:
+        """The group of a sample."""
+        return int(np.searchsorted(self.starts, index, side="right")) - 1
+
 
 def groups_of(source: Source) -> Groups | None:
     """What a source says in its optional attribute `groups`; None where every sample costs the same."""

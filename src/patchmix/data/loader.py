@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from patchmix.data.contract import Encoded, Indices, Source, groups_of
 from patchmix.data.decode import DecodeError, Pixels, Reduced, decode_reduced, size_of
-from patchmix.data.randomness import hash_words, order_of
+from patchmix.data.randomness import Order, hash_words
 from patchmix.data.views import Transform
 
 Request = tuple[int, Indices]  # an epoch, and dataset positions (n,)
@@ -83,12 +83,7 @@ class Loader:
         pin_memory: bool = False,
         timeout_minutes: float = _TIMEOUT_MINUTES,
     ) -> None:
-        if accumulate < 1:
-            raise ValueError(f"accumulate {accumulate} must be at least 1; use --accumulate 1 for plain steps")
-        if workers < 0:
-            raise ValueError(f"workers {workers} must be 0 or more; use --workers 0 to work in the main process")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} must be in 0…{world_size - 1}; check the launcher's RANK and WORLD_SIZE")
+        assert accumulate >= 1 and workers >= 0 and 0 <= rank < world_size
         parts = world_size * accumulate
         if batch_size < 1 or batch_size % parts:
             raise ValueError(
@@ -114,13 +109,11 @@ class Loader:
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         """Micro-batch after micro-batch without end, from optimizer step `start_step` on."""
-        if start_step < 0:
-            raise ValueError(f"start step {start_step} must be 0 or more; use 0 to start from the beginning")
         return _run(self._samples, self._requests(start_step), self._workers, **self._options)
 
     def _requests(self, start_step: int) -> Iterator[Request]:
         epoch, first = divmod(start_step, self.steps_per_epoch)
-        order = order_of(self.source, self.batch_size, self.seed)
+        order = Order(len(self.source), self.batch_size, self.seed, groups_of(self.source))
         while True:
             for step in range(first, self.steps_per_epoch):
                 batch = order.batch(epoch, step)
@@ -210,10 +203,9 @@ class _Batches(Dataset[Batch | ValueError]):
         groups = groups_of(self._source)
         if groups is None:
             return 0, len(self._source)
-        ends = np.append(groups.starts[1:], len(self._source))
-        group = int(np.searchsorted(groups.starts, position, side="right")) - 1
-        first = int(groups.starts[group])
-        return first, int(ends[group]) - first
+        group = groups.of(position)
+        first, end = groups.bounds(len(self._source))[group : group + 2].tolist()
+        return first, end - first
 
 
 def _run(

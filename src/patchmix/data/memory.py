@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ class InMemorySource:
     """Decoded images, one after the other in one uint8 block; knows which ones could not be decoded."""
 
     pixels: Tensor  # uint8 (bytes,)
-    shapes: npt.NDArray[np.int32]  # (len, 2), height and width, 0 x 0 for a bad one
+    shapes: Indices  # (len, 2), height and width, 0 x 0 for a bad one
     name: str
     labels: Labels | None
     classes: tuple[str, ...] | None
@@ -64,7 +63,7 @@ def from_array(
     pixels.numpy()[:] = images.reshape(-1)
     return InMemorySource(
         pixels,
-        np.tile(np.array([height, width], np.int32), (count, 1)),
+        np.tile(np.array([height, width], np.int64), (count, 1)),
         name=name,
         labels=labels,
         classes=classes,
@@ -77,32 +76,43 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
     """Decode `source` once into shared memory; returned unchanged when its pixels need more than `cache_bytes`."""
     if isinstance(source, InMemorySource) or cache_bytes <= 0:
         return source
-    pool = _decoding_threads()
-    probed = _probe(source, cache_bytes, pool)
-    if probed is None:
-        return source
-    shapes, bad = probed
-    starts = _starts(shapes)
-    pixels = _shared_block(int((shapes.astype(np.int64).prod(axis=1) * 3).sum()))
-    block = pixels.numpy()
+    shapes = np.zeros((len(source), 2), np.int64)
+    bad: dict[int, str] = {}
 
-    def fill(chunk: range) -> int:
+    def measure(index: int) -> None:
+        if isinstance(source, Encoded):
+            shapes[index] = size_of(source.encoded(index), source.key(index))
+        else:
+            shapes[index] = source.load(index).shape[:2]
+
+    def fill(index: int) -> None:
+        image = source.load(index)
+        if image.shape[:2] != tuple(shapes[index]):
+            raise DecodeError(source.key(index), "its header says another size")
+        block[starts[index] : starts[index] + image.size] = image.reshape(-1)
+
+    def run(action: Callable[[int], None], chunk: range) -> range:
         for index in chunk:
-            if index in bad:
-                continue
             try:
-                image = source.load(index)
-                if image.shape[:2] != tuple(shapes[index]):
-                    raise DecodeError(source.key(index), "its header says another size")
-                start = int(starts[index])
-                block[start : start + image.size] = image.reshape(-1)
+                if index not in bad:
+                    action(index)
             except DecodeError as error:
                 bad[index] = error.reason
-        return len(chunk)
+        return chunk
 
+    pool = _decoding_threads()
+    chunks = [range(start, min(start + _CHUNK, len(source))) for start in range(0, len(source), _CHUNK)]
+    lanes, total = (os.cpu_count() or 1) * 2, 0
+    for first in range(0, len(chunks), lanes):  # a few at a time, because a large set must be given up early
+        for chunk in pool.map(partial(run, measure), chunks[first : first + lanes]):
+            total += 3 * int(shapes[chunk.start : chunk.stop].prod(axis=1).sum())
+        if total > cache_bytes:
+            return source
+    starts, pixels = _starts(shapes), _shared_block(total)
+    block = pixels.numpy()
     with progress_bar(f"decoding {source.name}", len(source), progress) as advance:
-        for done in pool.map(fill, _chunks(len(source))):
-            advance(done)
+        for chunk in pool.map(partial(run, fill), chunks):
+            advance(len(chunk))
     getattr(source, "release", lambda: None)()  # open files and row groups; from here on only its keys are used
     return InMemorySource(
         pixels,
@@ -153,9 +163,9 @@ def some_positions(source: Source, sample: int) -> Indices:
     groups = groups_of(source)
     if groups is None:
         return permutation(len(source), 0)[:sample]
-    ends = np.append(groups.starts[1:], len(source))
-    few = permutation(len(ends), 0)[: min(groups.window, _TRIED_GROUPS)].tolist()
-    runs = [np.arange(groups.starts[g], ends[g]) for g in few]
+    bounds = groups.bounds(len(source))
+    few = permutation(len(groups.starts), 0)[: min(groups.window, _TRIED_GROUPS)].tolist()
+    runs = [np.arange(bounds[g], bounds[g + 1]) for g in few]
     return np.concatenate([run[np.sort(permutation(len(run), 0)[: -(-sample // len(few))])] for run in runs])
 
 
@@ -167,46 +177,9 @@ def _why_bad(source: Source, index: int) -> str | None:
     return None
 
 
-def _probe(
-    source: Source, cache_bytes: int, pool: ThreadPoolExecutor
-) -> tuple[npt.NDArray[np.int32], dict[int, str]] | None:
-    """Height and width of all images: int32 (len, 2), with the bad ones; None as soon as they are too many."""
-    shapes = np.zeros((len(source), 2), np.int32)
-    bad: dict[int, str] = {}
-
-    def size(index: int) -> tuple[int, ...]:
-        if isinstance(source, Encoded):
-            return size_of(source.encoded(index), source.key(index))
-        return source.load(index).shape[:2]
-
-    def probe(chunk: range) -> int:
-        for index in chunk:
-            try:
-                shapes[index] = size(index)
-            except DecodeError as error:
-                bad[index] = error.reason
-        part = shapes[chunk.start : chunk.stop].astype(np.int64)
-        return int(part.prod(axis=1).sum()) * 3
-
-    total = 0
-    chunks = _chunks(len(source))
-    lanes = (os.cpu_count() or 1) * 2
-    # A few chunks at a time, because a large set must be given up early.
-    for first in range(0, len(chunks), lanes):
-        total += sum(pool.map(probe, chunks[first : first + lanes]))
-        if total > cache_bytes:
-            return None
-    return shapes, bad
-
-
-def _chunks(length: int) -> list[range]:
-    return [range(start, min(start + _CHUNK, length)) for start in range(0, length, _CHUNK)]
-
-
-def _starts(shapes: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    sizes = shapes.astype(np.int64).prod(axis=1) * 3
-    starts = np.zeros(len(sizes), np.int64)
-    np.cumsum(sizes[:-1], out=starts[1:])
+def _starts(shapes: Indices) -> Indices:
+    sizes = shapes.prod(axis=1) * 3
+    starts: Indices = np.cumsum(sizes) - sizes
     return starts
 
 

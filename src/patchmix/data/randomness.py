@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from patchmix.data.contract import Groups, Indices, Source, groups_of
+from patchmix.data.contract import Groups, Indices
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -59,52 +59,30 @@ def permutation(length: int, *address: int) -> npt.NDArray[np.int64]:
 
 
 class Order:
-    """The order of an epoch: (epoch, step) → (B,) positions. One kind of it says what `line` and `lanes` are."""
+    """The order of an epoch: (epoch, step) → (B,) positions. Without groups, all samples are shuffled.
 
-    lanes = 1
-
-    def __init__(self, length: int, batch_size: int, seed: int) -> None:
-        self._length, self._batch_size, self._seed = length, batch_size, seed
-        self._epoch = -1
-        self._batches: Indices = np.empty((0, batch_size), np.int64)  # (steps, B), of this epoch
-
-    def line(self, epoch: int) -> Indices:
-        """All samples, one after the other: (N,)."""
-        raise NotImplementedError
-
-    def batch(self, epoch: int, step: int) -> Indices:
-        if epoch != self._epoch:
-            steps = self._length // self._batch_size
-            lanes = self.line(epoch)[: steps * self._batch_size].reshape(self.lanes, steps, -1)
-            self._batches, self._epoch = lanes.swapaxes(0, 1).reshape(steps, self._batch_size), epoch
-        batch: Indices = self._batches[step]
-        return batch
-
-
-class FullOrder(Order):
-    """A random order of all samples."""
-
-    def line(self, epoch: int) -> Indices:
-        return permutation(self._length, self._seed, epoch)
-
-
-class GroupedOrder(Order):
-    """A random order that reads few groups at a time.
-
-    The groups are shuffled and laid end to end. Every `window` groups of this line, their samples are shuffled among
+    Groups are shuffled and laid end to end. Every `window` groups of this line, their samples are shuffled among
     each other. The line's first steps · B samples are cut into L lanes of equal length; a batch takes the next B / L
     samples of each lane. So a process that has a slice of each batch reads from a few lanes, and a lane from one window
     at a time. Nothing here depends on the number of processes or workers.
     """
 
-    def __init__(self, groups: Groups, length: int, batch_size: int, seed: int) -> None:
-        super().__init__(length, batch_size, seed)
-        self.lanes = lanes_for(batch_size, groups.window)
-        self.window = max(1, groups.window // self.lanes)  # groups of one window
-        self._bounds = np.append(groups.starts, length)  # (G + 1,)
-        assert groups.starts[0] == 0 and bool((np.diff(self._bounds) >= 0).all()), "groups cover the source in order"
+    def __init__(self, length: int, batch_size: int, seed: int, groups: Groups | None = None) -> None:
+        self._length, self._batch_size, self._seed = length, batch_size, seed
+        self._bounds: Indices | None = None  # (G + 1,)
+        self.lanes = 1
+        if groups is not None and len(groups.starts) > 1:
+            self._bounds = groups.bounds(length)
+            assert self._bounds[0] == 0 and bool((np.diff(self._bounds) >= 0).all()), "groups cover the source in order"
+            self.lanes = lanes_for(batch_size, groups.window)
+            self.window = max(1, groups.window // self.lanes)  # groups of one window
+        self._epoch = -1
+        self._batches: Indices = np.empty((0, batch_size), np.int64)  # (steps, B), of this epoch
 
     def line(self, epoch: int) -> Indices:
+        """All samples, one after the other: (N,)."""
+        if self._bounds is None:
+            return permutation(self._length, self._seed, epoch)
         groups = permutation(len(self._bounds) - 1, self._seed, epoch, 0)
         parts = []
         for number, first in enumerate(range(0, len(groups), self.window)):
@@ -113,13 +91,13 @@ class GroupedOrder(Order):
             parts.append(samples[permutation(len(samples), self._seed, epoch, 1 + number)])
         return np.concatenate(parts)
 
-
-def order_of(source: Source, batch_size: int, seed: int) -> Order:
-    """The order that fits a source: by groups where it has some, else of all samples."""
-    groups = groups_of(source)
-    if groups is None or len(groups.starts) < 2:
-        return FullOrder(len(source), batch_size, seed)
-    return GroupedOrder(groups, len(source), batch_size, seed)
+    def batch(self, epoch: int, step: int) -> Indices:
+        if epoch != self._epoch:
+            steps = self._length // self._batch_size
+            lanes = self.line(epoch)[: steps * self._batch_size].reshape(self.lanes, steps, -1)
+            self._batches, self._epoch = lanes.swapaxes(0, 1).reshape(steps, self._batch_size), epoch
+        batch: Indices = self._batches[step]
+        return batch
 
 
 def lanes_for(batch_size: int, window: int) -> int:

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from patchmix.data.contract import Encoded, Indices, Source, Split, groups_of
 from patchmix.data.decode import DecodeError, Pixels, size_of
 from patchmix.data.memory import some_positions
-from patchmix.data.randomness import GroupedOrder, permutation
+from patchmix.data.randomness import Order, permutation
 from patchmix.data.shards import ShardIndex, join, scanned
 from patchmix.data.sources import has_split, open_source
 from patchmix.files import UNFINISHED, write_text, writing
@@ -190,7 +190,7 @@ def _order(source: Source, shuffle: bool) -> Indices:
     groups = groups_of(source)
     if groups is None or len(groups.starts) < 2:
         return permutation(len(source), _SEED)
-    return GroupedOrder(groups, len(source), 1, _SEED).line(0)
+    return Order(len(source), 1, _SEED, groups).line(0)
 
 
 def _mean_bytes(source: Source, quality: int | None) -> float:
