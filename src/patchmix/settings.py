@@ -210,7 +210,7 @@ class Shards:
     split: Split = None  # Split to write; by default all.
     shard_size: str | None = None  # Approximate size of a shard; by default 256MB.
     per_shard: Count | None = None  # Images per shard, instead of a size.
-    workers: Count = 4  # Shards written in parallel.
+    workers: Count = 4  # Threads that read images.
     quality: Annotated[int, Interval(ge=1, le=100)] | None = None
     """Quality of JPEG to write; by default files keep their bytes, and generated images become PNG."""
     shuffle: bool = True  # Write in random order, as training from shards needs.

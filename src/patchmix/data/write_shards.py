@@ -8,11 +8,11 @@ import io
 import json
 import re
 import tarfile
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -118,47 +118,28 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bool) -> Written:
-    shards = -(-job.samples // job.per_shard)
-    names = [f"{job.split}-{number:06d}.tar" for number in range(shards)]
     _claim(out, job)
     order = _order(source, job.shuffle)
-    stop = threading.Event()
+    parts = [order[first : first + job.per_shard].tolist() for first in range(0, job.samples, job.per_shard)]
+    names = [f"{job.split}-{number:06d}.tar" for number in range(len(parts))]
     left_out: list[str] = []
-
-    def write(number: int) -> int:
-        positions = order[number * job.per_shard : (number + 1) * job.per_shard]
-        if (out / names[number]).exists():  # by an earlier call
-            return len(positions)
-        bad: list[str] = []
-        try:
-            with writing(out / names[number]) as file, tarfile.open(fileobj=file, mode="w") as tar:
-                for position in positions.tolist():
-                    if stop.is_set():
-                        raise InterruptedError("writing was stopped")
-                    try:
-                        _add_sample(tar, source, position, job.quality)
-                    except DecodeError as error:
-                        bad.append(str(error))
-        except BaseException:
-            stop.set()  # for the other threads, and for the shards that wait
-            raise
-        left_out.extend(bad)
-        return len(positions)
-
     with (
         ThreadPoolExecutor(workers) as pool,
         progress_bar(f"writing {source.name} to {out}", job.samples, progress) as advance,
     ):
-        try:
-            for done in pool.map(write, range(shards)):
-                advance(done)
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+        for name, positions in zip(names, parts, strict=True):
+            if not (out / name).exists():  # by an earlier call
+                with writing(out / name) as file, tarfile.open(fileobj=file, mode="w") as tar:
+                    files = pool.map(partial(_image_file, source, job.quality), positions)
+                    for position, image in zip(positions, files, strict=True):
+                        if isinstance(image, DecodeError):
+                            left_out.append(str(image))
+                        else:
+                            _add_sample(tar, source, position, *image)
+            advance(len(positions))
     index = _index(out, names, source, job, left_out)
     index.save(out / f"{job.split}-index.safetensors")
-    return Written(job.split, shards, len(index.offsets), tuple(sorted(left_out)), int(index.shard_bytes.sum()))
+    return Written(job.split, len(names), len(index.offsets), tuple(sorted(left_out)), int(index.shard_bytes.sum()))
 
 
 def _claim(out: Path, job: Job) -> None:
@@ -195,36 +176,32 @@ def _order(source: Source, shuffle: bool) -> Indices:
 
 def _mean_bytes(source: Source, quality: int | None) -> float:
     """How much of a shard a sample takes."""
-    sizes = []
-    for position in some_positions(source, _WEIGHED).tolist():
-        try:
-            sizes.append(len(_image_file(source, position, quality)[0]))
-        except DecodeError:
-            continue
-    blocks = [1 + -(-size // 512) for size in sizes] or [1]
+    images = [_image_file(source, quality, position) for position in some_positions(source, _WEIGHED).tolist()]
+    blocks = [1 + -(-len(image[0]) // 512) for image in images if not isinstance(image, DecodeError)] or [1]
     return 512 * (sum(blocks) / len(blocks) + (2 if source.labels is not None else 0))
 
 
-def _add_sample(tar: tarfile.TarFile, source: Source, position: int, quality: int | None) -> None:
-    data, extension = _image_file(source, position, quality)
-    key = f"{position:09d}"
-    files = [(f"{key}.{extension}", data)]
+def _add_sample(tar: tarfile.TarFile, source: Source, position: int, data: bytes, extension: str) -> None:
+    files = {extension: data}
     if source.labels is not None:
-        files.append((f"{key}.cls", str(int(source.labels[position])).encode()))
-    for name, content in files:
-        header = tarfile.TarInfo(name)
+        files["cls"] = str(int(source.labels[position])).encode()
+    for ending, content in files.items():
+        header = tarfile.TarInfo(f"{position:09d}.{ending}")
         header.size, header.mode = len(content), 0o644
         tar.addfile(header, io.BytesIO(content))
 
 
-def _image_file(source: Source, position: int, quality: int | None) -> tuple[bytes, str]:
-    """An image file's bytes and its extension. Raises DecodeError where even the header cannot be read."""
-    if quality is not None:
-        return _encode(source.load(position), ".jpg", cv2.IMWRITE_JPEG_QUALITY, quality), "jpg"
-    if not isinstance(source, Encoded):
-        return _encode(source.load(position), ".png", cv2.IMWRITE_PNG_COMPRESSION, 6), "png"
-    data = source.encoded(position)
-    size_of(data, source.key(position))
+def _image_file(source: Source, quality: int | None, position: int) -> tuple[bytes, str] | DecodeError:
+    """An image file's bytes and its extension; an error where even the header cannot be read."""
+    try:
+        if quality is not None:
+            return _encode(source.load(position), ".jpg", cv2.IMWRITE_JPEG_QUALITY, quality), "jpg"
+        if not isinstance(source, Encoded):
+            return _encode(source.load(position), ".png", cv2.IMWRITE_PNG_COMPRESSION, 6), "png"
+        data = source.encoded(position)
+        size_of(data, source.key(position))
+    except DecodeError as error:
+        return error
     return data, next((extension for magic, extension in _MAGIC if data.startswith(magic)), "tif")
 
 
@@ -245,7 +222,7 @@ def _index(out: Path, names: list[str], source: Source, job: Job, left_out: list
     numbers = np.array([int(name[:9]) for name in index.names.to_pylist()], np.int64)
     missing = job.samples - len(np.unique(numbers))
     wrong = source.labels is not None and not np.array_equal(index.labels, source.labels[numbers])
-    if damaged or wrong or len(numbers) != len(np.unique(numbers)) or missing < len(left_out):
+    if damaged or wrong or missing < len(left_out):
         what = damaged[0] if damaged else f"{len(numbers)} samples, {missing} missing, {len(left_out)} left out"
         raise ValueError(f"the shards in {str(out)!r} do not hold what was written ({what}); remove them, write again")
     return replace(index, classes=source.classes)
