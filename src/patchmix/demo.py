@@ -3,7 +3,6 @@
 import time
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from timm.models.vision_transformer import VisionTransformer
@@ -15,14 +14,12 @@ from patchmix.evaluate.knn import HEADLINE_K, knn
 from patchmix.evaluate.monitor import raw_pixel_knn
 from patchmix.evaluate.results import wilson
 from patchmix.interop.backbone import Architecture, Backbone
-from patchmix.mixing import PatchMix
 from patchmix.recipes import start
-from patchmix.report.curves import curves_figure, read_history
-from patchmix.report.figures import mix_figure, targets_figure
+from patchmix.report.curves import show_curves
+from patchmix.report.figures import show_mix
 from patchmix.report.page import report
-from patchmix.report.style import save
 from patchmix.run import run_config
-from patchmix.settings import Demo, Knn, Report
+from patchmix.settings import Demo, Knn, Report, ShowCurves, ShowMix
 
 
 def demo(settings: Demo) -> Path:
@@ -33,7 +30,6 @@ def demo(settings: Demo) -> Path:
     untrained = knn(Knn("untrained", "shapes", cache=False), _untrained(config))
     train, test = open_source("shapes", "train"), open_source("shapes", "test")
     pixels = raw_pixel_knn(train, test)
-    console = Console()
     table = Table(title=f"kNN accuracy on {len(test):,} test images of shapes, ten classes (k = {HEADLINE_K})")
     table.add_column("features")
     table.add_column("accuracy", justify="right")
@@ -46,9 +42,10 @@ def demo(settings: Demo) -> Path:
         low, high = wilson(value, len(test))
         style = "bold" if name == "trained encoder" else None
         table.add_row(name, f"{100 * value:.1f} %", f"{100 * low:.1f} … {100 * high:.1f}", style=style)
-    console.print(table)
-    for path in write_figures(run.path, config, {"raw pixels": pixels, "untrained encoder": untrained.top1}):
-        console.print(f"wrote {path}", soft_wrap=True)
+    Console().print(table)
+    figures, patch_size = run.path / "figures", run.load().architecture.patch_size
+    show_mix(ShowMix("shapes", figures / "mix.png", patch_size=patch_size, size=32))
+    show_curves(ShowCurves((str(run.path),), figures / "curves.png"))
     report(Report((str(run.path),), images=600))
     return run.path
 
@@ -58,16 +55,3 @@ def _untrained(config: Config) -> Backbone:
     encoder = build.build_method(config).encoder
     assert isinstance(encoder, VisionTransformer)
     return Backbone(Architecture.of(config.model.name, encoder), dict(encoder.state_dict()))
-
-
-def write_figures(folder: Path, config: Config, references: dict[str, float]) -> list[Path]:
-    figures = folder / "figures"
-    source = open_source(config.data.path, "train")
-    images = torch.stack([torch.from_numpy(source.load(i).copy()) for i in range(6)])
-    num_mix = config.method.options.num_mix
-    patch = build.build_encoder(config.model).patch_embed.patch_size[0]
-    return [
-        save(mix_figure(images, PatchMix(patch, num_mix, torch.Generator().manual_seed(0)))[0], figures / "mix.png"),
-        save(targets_figure(9, num_mix), figures / "targets.png"),
-        save(curves_figure([read_history(folder)], references=references), figures / "curves.png"),
-    ]

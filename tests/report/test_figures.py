@@ -13,13 +13,12 @@ from patchmix.mixing import Mixed, PatchMix
 from patchmix.mixing.patchmix import share
 from patchmix.report.figures import (
     mix_figure,
-    owner_color,
-    share_targets_figure,
+    patchmix_targets_figure,
     share_text,
     show_mix,
     targets_figure,
 )
-from patchmix.report.style import save
+from patchmix.report.style import look, save
 from patchmix.settings import ShowMix
 
 
@@ -50,7 +49,7 @@ def test_every_patch_is_framed_in_the_color_of_the_image_it_is_from(num_mix: int
         for frame in frames:
             x, y = (int(c + 2) for c in frame.get_xy())
             owner = round(float(mixed.images[i, 0, y, x]) * 255 / 60)
-            assert frame.get_edgecolor()[:3] == tuple(int(owner_color(owner)[k : k + 2], 16) / 255 for k in (1, 3, 5))
+            assert frame.get_edgecolor()[:3] == tuple(int(look(owner)[0][k : k + 2], 16) / 255 for k in (1, 3, 5))
 
 
 def test_the_mix_goes_on_as_if_it_had_not_been_watched() -> None:
@@ -78,11 +77,11 @@ def test_other_mixes_show_shares_without_frames(tmp_path: Path) -> None:
     assert not figure.axes[3].patches
     written = show_mix(ShowMix("shapes:8", tmp_path / "blend.svg", mix="mixup", images=3, size=32))
     assert [path.name for path in written] == ["blend.svg", "blend-targets.svg"]
-    assert share_targets_figure(mixed.share).axes[2].images[0].get_array()[0, 1] == pytest.approx(0.29)
+    assert targets_figure(mixed.share).axes[2].images[0].get_array()[0, 1] == pytest.approx(0.29)
 
 
 def test_the_three_target_matrices_are_those_of_the_losses() -> None:
-    figure = targets_figure(9, 3)
+    figure = patchmix_targets_figure(3)
     shown = [np.asarray(axis.images[0].get_array()) for axis in figure.axes]
     omega = np.array([[max(0, 1 - min((i - j) % 9, (j - i) % 9) / 3) for j in range(9)] for i in range(9)])
     np.testing.assert_allclose(shown[0], np.eye(9))
@@ -94,7 +93,7 @@ def test_the_three_target_matrices_are_those_of_the_losses() -> None:
 
 def test_figures_come_as_png_svg_and_pdf_only(tmp_path: Path) -> None:
     for ending, start in ((".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")):
-        assert save(targets_figure(4, 2), tmp_path / f"t{ending}").read_bytes().startswith(start)
+        assert save(patchmix_targets_figure(2), tmp_path / f"t{ending}").read_bytes().startswith(start)
     with pytest.raises(ValueError, match="must end in"):
         show_mix(ShowMix("shapes:8", tmp_path / "mix.gif"))
     with pytest.raises(ValueError, match="at least 2"):

@@ -14,11 +14,9 @@ from patchmix.evaluate import knn
 from patchmix.interop.loading import load_backbone
 from patchmix.report.gallery import load_gallery
 from patchmix.report.neighbors import (
-    class_frame,
-    nearest_by_codes,
-    pack_vectors,
+    LINES,
+    pack_explorer,
     principal_plane,
-    quantize,
     show_map,
     show_neighbors,
 )
@@ -31,6 +29,7 @@ from patchmix.report.similarity import (
     show_similarity,
     similarity_figure,
 )
+from patchmix.report.style import look
 from patchmix.settings import ShowMap, ShowNeighbors, ShowSimilarity
 
 
@@ -52,28 +51,21 @@ def test_neighbors_are_those_of_knn(run: Path) -> None:
     assert 7 not in places and bool((values.diff() <= 0).all())
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-def test_quantized_neighbors_with_repairs_are_those_of_knn(run: Path, bits: int) -> None:
-    ((_, vectors),) = load_gallery([load_backbone(run)], "shapes:64", 300, device="cpu").runs
-    packed = pack_vectors(vectors, bits=bits, most=20)
-    found = nearest_by_codes(quantize(vectors, bits), 20)
-    for query, places in packed["repairs"].items():
-        assert found[int(query)].tolist() != places
-        found[int(query)] = places
-    np.testing.assert_array_equal(found, knn_ranking(vectors, 20).numpy())
-    if bits == 16:
-        assert len(packed["repairs"]) < 60  # most need none
+def test_the_explorer_has_the_neighbors_of_knn(run: Path) -> None:
+    gallery = load_gallery([load_backbone(run)], "shapes:64", 300, device="cpu")
+    ((_, vectors),) = gallery.runs
+    (packed,) = pack_explorer(gallery)["runs"]
+    assert packed["neighbors"] == knn_ranking(vectors, 20).tolist()
+    expected = nearest(vectors, range(300), 20)[1].numpy()
+    np.testing.assert_allclose(packed["cosines"], expected, atol=1e-5)
 
 
-def test_close_and_equal_vectors_still_rank_alike() -> None:
+def test_of_equal_vectors_the_first_in_the_set_comes_first() -> None:
     base = torch.randn(1, 16)
-    vectors = torch.cat([base + 1e-5 * torch.randn(50, 16), base.repeat(3, 1), torch.zeros(1, 16)])
-    packed = pack_vectors(vectors, bits=16, most=10)
-    found = nearest_by_codes(quantize(vectors, 16), 10)
-    for query, places in packed["repairs"].items():
-        found[int(query)] = places
-    np.testing.assert_array_equal(found, nearest(vectors, range(54), 10)[0].numpy())
-    assert packed["repairs"]
+    vectors = torch.cat([base.repeat(3, 1), base + 1e-3 * torch.randn(50, 16), torch.zeros(1, 16)])
+    places, values = nearest(vectors, range(54), 10)
+    assert places[:3, :2].tolist() == [[1, 2], [0, 2], [0, 1]]
+    assert values[53].tolist() == [0.0] * 10 and places[53].tolist() == list(range(10))
 
 
 def test_keys_are_of_the_same_a_related_and_other_classes() -> None:
@@ -123,8 +115,8 @@ def test_pca_is_the_projection_on_the_first_two_axes() -> None:
 
 
 def test_the_frames_of_two_dozen_classes_differ() -> None:
-    assert len({class_frame(number) for number in range(24)}) == 24
-    assert len({class_frame(number)[0] for number in range(8)}) == 8
+    assert len({look(number, LINES) for number in range(24)}) == 24
+    assert len({look(number, LINES)[0] for number in range(8)}) == 8
 
 
 def test_figures_of_a_run(run: Path, other: Path, tmp_path: Path) -> None:

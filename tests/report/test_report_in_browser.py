@@ -16,7 +16,6 @@ from playwright.sync_api import Browser, Page
 
 from patchmix.evaluate import knn
 from patchmix.interop.loading import load_backbone
-from patchmix.report import neighbors
 from patchmix.report.curves import read_history
 from patchmix.report.gallery import load_gallery, open_images
 from patchmix.report.page import report
@@ -183,24 +182,6 @@ def test_clicking_a_thumbnail_gives_the_neighbors_of_knn(tab: Tab, truth: list) 
         tab.run(f"document.querySelector('.thumbs button[data-image=\"{query}\"]').click()")
         assert [tab.neighbors(run) for run in (0, 1)] == [truth[run][query][:10] for run in (0, 1)]
     tab.check_clean()
-
-
-def test_eight_bits_and_repairs_give_the_neighbors_of_knn(
-    open_tab: Callable[..., Tab],
-    run: Path,
-    other: Path,
-    truth: list,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(neighbors, "WIDE_BYTES", 0)  # as if the page had too many bytes for 16 bits
-    tab = open_tab(report(Report((run, other), tmp_path / "narrow.html", images=IMAGES, device="cpu")))
-    packed = "JSON.parse(document.getElementById('data').textContent).explorer.runs[0]"
-    assert tab.run(f"{packed}.bits") == 8
-    assert len(tab.run(f"{packed}.repairs")) > 10
-    for query in range(IMAGES):
-        tab.run(f"document.querySelector('.thumbs button[data-image=\"{query}\"]').click()")
-        assert [tab.neighbors(run) for run in (0, 1)] == [truth[run][query][:10] for run in (0, 1)]
 
 
 def test_a_neighbor_becomes_the_query_and_charts_follow(tab: Tab, truth: list) -> None:

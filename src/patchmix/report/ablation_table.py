@@ -70,7 +70,7 @@ class AblationTable:
         """Which interval the scores have; None for health, which has none."""
         if self.evaluated_on is None:
             return None
-        counts = {self.summary(row)["seeds"] for row in self.rows} - {0}
+        counts = {len(self.done(row)) for row in self.rows} - {0}
         one, several = "Wilson's for the test images", "Student's t over the seeds"
         if counts == {1}:
             return f"±: 95 % interval, {one} (one seed; it does not cover other seeds)"
@@ -79,19 +79,31 @@ class AblationTable:
     def of(self, row: AblationRow) -> list[AblationRun]:
         return [run for run in self.runs if run.row == row.name]
 
+    def done(self, row: AblationRow) -> list[AblationRun]:
+        return [run for run in self.of(row) if run.failure is None]
+
+    def mean(self, row: AblationRow, name: str) -> float | None:
+        """Of a cost, over the row's seeds."""
+        values = [value for run in self.done(row) if (value := getattr(run, name)) is not None]
+        return statistics.fmean(values) if values else None
+
+    def score(self, row: AblationRow, key: str) -> Estimate | None:
+        """Top-1 in 0…1 by a protocol, or a value of the features' health; None where there is none."""
+        if key in PROTOCOLS:
+            return estimate([run.results[key] for run in self.done(row) if key in run.results])
+        values = [run.health[key] for run in self.done(row) if key in run.health]
+        return Estimate(*[statistics.fmean(values)] * 3) if values else None
+
     def summary(self, row: AblationRow) -> dict[str, Any]:
-        """The row's numbers, means over its seeds; None where there are none."""
-        runs = self.of(row)
-        done = [run for run in runs if run.failure is None]
-        numbers: dict[str, Any] = {"row": row.name, "seeds": len(done), "failed": len(runs) - len(done)}
-        for name in ("images_seen", "flops_per_image", "seconds"):
-            numbers[name] = _mean([getattr(run, name) for run in done])
+        """All numbers of a row, means over its seeds; None where there are none."""
+        done = len(self.done(row))
+        numbers: dict[str, Any] = {"row": row.name, "seeds": done, "failed": len(self.of(row)) - done}
+        numbers |= {name: self.mean(row, name) for name in ("images_seen", "flops_per_image", "seconds")}
         for protocol, name in PROTOCOLS.items():
-            score = estimate([run.results[protocol] for run in done if protocol in run.results])
-            for part in Estimate._fields:
-                numbers[f"{name.lower()}_{part}"] = None if score is None else getattr(score, part)
+            score = self.score(row, protocol) or (None, None, None)
+            numbers |= {f"{name.lower()}_{part}": value for part, value in zip(Estimate._fields, score, strict=True)}
         for name in HEALTH:
-            numbers[name] = _mean([run.health.get(name) for run in done])
+            numbers[name] = (self.score(row, name) or [None])[0]
         return numbers
 
 
@@ -133,11 +145,6 @@ def t_share(t: float, freedom: int) -> float:
     return 2 / math.pi * (theta + total) if odd else total
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return statistics.fmean(present) if present else None
-
-
 # --------------------------------------------------------------------------------------------------------- the table
 
 
@@ -146,33 +153,21 @@ def columns(table: AblationTable) -> list[str]:
 
 
 def cells(table: AblationTable, row: AblationRow) -> list[str]:
-    numbers = table.summary(row)
-
-    def number(key: str, form: str, unit: float = 1.0) -> str:
-        return "–" if numbers[key] is None else format(numbers[key] / unit, form)
-
-    seeds = f"{numbers['seeds']} of {len(table.seeds)}" + (f", {numbers['failed']} failed" if numbers["failed"] else "")
-    costs = [number("images_seen", ",.0f"), number("flops_per_image", ".3g", 1e9), number("seconds", ",.0f")]
-    return [row.name, seeds, *costs, *(_score(table, row, key) for key in table.scores)]
-
-
-def _score(table: AblationTable, row: AblationRow, key: str) -> str:
-    point = _point(table, row, key)
-    if point is None:
-        return "–"
-    return (
-        f"{point.mean:.3g}" if table.evaluated_on is None else f"{point.mean:.1f} ± {(point.high - point.low) / 2:.1f}"
-    )
-
-
-def _point(table: AblationTable, row: AblationRow, key: str) -> Estimate | None:
-    """Value and interval of a score: accuracies in %."""
-    numbers = table.summary(row)
-    health = table.evaluated_on is None
-    names = [key] * 3 if health else [f"{PROTOCOLS[key].lower()}_{part}" for part in Estimate._fields]
-    if numbers[names[0]] is None:
-        return None
-    return Estimate(*((1 if health else 100) * numbers[name] for name in names))
+    done = len(table.done(row))
+    failed = len(table.of(row)) - done
+    texts = [row.name, f"{done} of {len(table.seeds)}" + (f", {failed} failed" if failed else "")]
+    for name, form, unit in (("images_seen", ",.0f", 1), ("flops_per_image", ".3g", 1e9), ("seconds", ",.0f", 1)):
+        value = table.mean(row, name)
+        texts.append("–" if value is None else format(value / unit, form))
+    for key in table.scores:
+        score = table.score(row, key)
+        if score is None:
+            texts.append("–")
+        elif key in HEALTH:
+            texts.append(f"{score.mean:.3g}")
+        else:
+            texts.append(f"{100 * score.mean:.1f} ± {100 * (score.high - score.low) / 2:.1f}")
+    return texts
 
 
 def print_table(table: AblationTable, console: Console) -> None:
@@ -235,57 +230,51 @@ def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 
 def _paper_cells(row: AblationRow) -> list[str]:
+    """kNN and linear accuracy on both sets."""
     texts = []
     for data in ("cifar10", "cifar100"):
         linear, knn = row.paper.get(data, ("–", "–"))
-        texts += [
-            value if isinstance(value, str) else "NA" if value is None else f"{value:.1f}" for value in (knn, linear)
-        ]
+        texts += [f"{value:.1f}" if isinstance(value, float) else value or "NA" for value in (knn, linear)]
     return texts
 
 
 # --------------------------------------------------------------------------------------------------------- the figure
 
 
+@style()
 def ablation_figure(table: AblationTable) -> Figure:
     """A panel for each score: rows as points with their intervals; over the cost for methods and lengths."""
-    with style():
-        figure = Figure(figsize=(4.6 * len(table.scores), 0.32 * len(table.rows) + 2.2))
-        for axis, (key, name) in zip(figure.subplots(1, len(table.scores)), table.scores.items(), strict=True):
-            if table.ablation in ("method", "epochs"):
-                _draw_over_cost(axis, table, key)
-            else:
-                _draw_rows(axis, table, key)
-            axis.set_title(f"{name} accuracy (%)" if table.evaluated_on is not None else f"{name} of the features")
-        figure.suptitle(f"{TITLES[table.ablation]}: {table.data}", fontsize=10)
-        figure.tight_layout()
+    figure = Figure(figsize=(4.6 * len(table.scores), 0.32 * len(table.rows) + 2.2))
+    for axis, (key, name) in zip(figure.subplots(1, len(table.scores)), table.scores.items(), strict=True):
+        axis.set_title(f"{name} of the features" if key in HEALTH else f"{name} accuracy (%)")
+        _draw(axis, table, key)
+    figure.suptitle(f"{TITLES[table.ablation]}: {table.data}", fontsize=10)
+    figure.tight_layout()
     return figure
 
 
-def _draw_rows(axis: Axes, table: AblationTable, key: str) -> None:
-    for place, row in enumerate(table.rows):
-        if (point := _point(table, row, key)) is not None:
-            value, low, high = point
-            bar = [[value - low], [high - value]]
-            axis.errorbar([value], [place], xerr=bar, fmt="o", color=COLORS[0], capsize=3, markersize=4)
-    axis.set_yticks(range(len(table.rows)), [row.name for row in table.rows])
-    axis.set_ylim(len(table.rows) - 0.5, -0.5)
-
-
-def _draw_over_cost(axis: Axes, table: AblationTable, key: str) -> None:
-    by_length = table.ablation == "epochs"
+def _draw(axis: Axes, table: AblationTable, key: str) -> None:
+    costs = {"method": ("flops_per_image", 1e9), "epochs": ("images_seen", 1.0)}  # name, unit
     for i, row in enumerate(table.rows):
-        numbers, point = table.summary(row), _point(table, row, key)
-        cost = numbers["images_seen"] if by_length else numbers["flops_per_image"]
-        if point is not None and cost is not None:
-            value, low, high = point
-            (color, marker), bar = look(i, MARKERS), [[value - low], [high - value]]
-            place = [cost if by_length else cost / 1e9]
-            axis.errorbar(place, [value], yerr=bar, fmt=marker, color=color, capsize=3, markersize=4, label=row.name)
-    if by_length:
-        axis.set_xscale("log")
-    else:
+        score = table.score(row, key)
+        if score is None:
+            continue
+        value, low, high = (each if key in HEALTH else 100 * each for each in score)
+        bar: Any = [[value - low], [high - value]]
+        if table.ablation not in costs:
+            axis.errorbar([value], [i], xerr=bar, fmt="o", color=COLORS[0], capsize=3, markersize=4)
+            continue
+        name, unit = costs[table.ablation]
+        if (cost := table.mean(row, name)) is not None:
+            (color, mark), place = look(i, MARKERS), [cost / unit]
+            axis.errorbar(place, [value], yerr=bar, fmt=mark, color=color, capsize=3, markersize=4, label=row.name)
+    if table.ablation == "epochs":
+        axis.set(xscale="log", xlabel="images seen")
+    elif table.ablation == "method":
+        axis.set(xlabel="GFLOPs of training per image")
         axis.set_xlim(left=0)  # distances then show how much more one costs than another
-    axis.set_xlabel("images seen" if by_length else "GFLOPs of training per image")
-    if axis.containers:
+    else:
+        axis.set_yticks(range(len(table.rows)), [row.name for row in table.rows])
+        axis.set_ylim(len(table.rows) - 0.5, -0.5)
+    if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=7)

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 
 from patchmix.data.contract import Source
 from patchmix.data.views import as_channels, to_float
 from patchmix.interop.backbone import Backbone
-from patchmix.report.gallery import check_positions, crop_batch, load_all, open_images, spread
-from patchmix.report.style import check_suffix, picture, short, style, write
+from patchmix.report.gallery import crop_batch, find_image, load_all, open_images, spread
+from patchmix.report.style import check_suffix, picture, picture_grid, short, style, write
 from patchmix.settings import ShowAttention
 
 HEAT = "inferno"  # lightness grows with the value: readable in gray, and without red-green vision
@@ -32,20 +32,13 @@ def show_attention(settings: ShowAttention) -> list[Path]:
     backbones = load_all(settings.runs)
     source = open_images(settings.data or settings.image)
     positions = settings.position or spread(len(source), len(settings.image) or settings.images)
-    check_positions(positions, source, "image")
-    maps = [
-        (
-            backbone.name,
-            image_maps(backbone, source, positions, block=settings.block, size=settings.size, device=settings.device),
-        )
-        for backbone in backbones
-    ]
+    positions = [find_image(position, source) for position in positions]
+    options: dict[str, Any] = {"block": settings.block, "size": settings.size, "device": settings.device}
+    maps = [(backbone.name, image_maps(backbone, source, positions, **options)) for backbone in backbones]
     size = settings.size or max(backbone.architecture.image_size for backbone in backbones)
     block = "the last block" if settings.block == -1 else f"block {settings.block}"
-    figure = attention_figure(
-        crop_batch(source, positions, size), maps, title=f"attention of the class token in {block}"
-    )
-    return write({settings.out: figure})
+    title = f"attention of the class token in {block}"
+    return write({settings.out: attention_figure(crop_batch(source, positions, size), maps, title=title)})
 
 
 def image_maps(
@@ -85,17 +78,8 @@ def class_attention(encoder: VisionTransformer, images: Tensor, *, block: int = 
     if not hasattr(attention, "qkv"):
         raise ValueError(f"attention of the kind {type(attention).__name__} can't be drawn; give a plain timm ViT")
     caught: list[Tensor] = []
-
-    def catch(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        caught.append(inputs[0])
-
-    was_training = encoder.training
-    hook = attention.register_forward_pre_hook(catch)
-    try:
-        encoder.eval().forward_features(images)
-    finally:
-        hook.remove()
-        encoder.train(was_training)
+    with attention.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0])):
+        encoder.forward_features(images)
     (tokens,) = caught
     n, t, _ = tokens.shape
     qkv = attention.qkv(tokens).view(n, t, 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)  # (3, N, H, T, d)
@@ -113,6 +97,7 @@ def attention_maps(encoder: VisionTransformer, images: Tensor, *, block: int = -
     return weights.reshape(*weights.shape[:2], rows, columns)
 
 
+@style()
 def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, title: str = "") -> Figure:
     """For each image and run: the image, then the mean over heads and each head, raw above and overlaid below.
 
@@ -121,28 +106,23 @@ def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, titl
     """
     most = max(weights.shape[1] for _, weights in maps)
     rows = 2 * len(images) * len(maps)
-    with style():
-        figure = Figure(figsize=(1.05 * (most + 2), 1.14 * rows + 0.5))
-        axes = figure.subplots(rows, most + 2, squeeze=False)
-        for axis in axes.flat:
-            axis.set_axis_off()
-        for i in range(len(images)):
-            for r, (name, weights) in enumerate(maps):
-                top = 2 * (i * len(maps) + r)
-                image = images[i].numpy()
-                picture(axes[top, 0], image)
-                axes[top, 0].set_title(short(name, 18), fontsize=6, pad=2)
-                even = f"even attention:\n{1 / weights[0, 0].numel():.2g}"
-                axes[top + 1, 0].text(0.5, 0.5, even, fontsize=6, ha="center", transform=axes[top + 1, 0].transAxes)
-                heads = [("mean", weights[i].mean(dim=0))] + [(f"head {h}", w) for h, w in enumerate(weights[i])]
-                for column, (label, weight) in enumerate(heads, 1):
-                    highest = float(weight.max())
-                    raw, over = axes[top, column], axes[top + 1, column]
-                    raw.imshow(weight.numpy(), cmap=HEAT, vmin=0, vmax=highest)
-                    raw.set_title(f"{label} ≤ {highest:.2g}", fontsize=6, pad=2)
-                    over.imshow(overlaid(image, weight))
-        figure.suptitle(title or "attention of the class token in the last block", fontsize=9)
-        figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.55 / figure.get_figheight(), wspace=0.04, hspace=0.14)
+    figure, axes = picture_grid(rows, most + 2, (1.05 * (most + 2), 1.14 * rows + 0.5))
+    lines = iter(axes)
+    for i, image in enumerate(images.numpy()):
+        for name, weights in maps:
+            above, below = next(lines), next(lines)
+            picture(above[0], image)
+            above[0].set_title(short(name, 18), fontsize=6, pad=2)
+            even = f"even attention:\n{1 / weights[0, 0].numel():.2g}"
+            below[0].text(0.5, 0.5, even, fontsize=6, ha="center", transform=below[0].transAxes)
+            heads = [("mean", weights[i].mean(dim=0))] + [(f"head {h}", w) for h, w in enumerate(weights[i])]
+            for raw, over, (label, weight) in zip(above[1:], below[1:], heads, strict=False):
+                highest = float(weight.max())
+                raw.imshow(weight.numpy(), cmap=HEAT, vmin=0, vmax=highest)
+                raw.set_title(f"{label} ≤ {highest:.2g}", fontsize=6, pad=2)
+                over.imshow(overlaid(image, weight))
+    figure.suptitle(title or "attention of the class token in the last block", fontsize=9)
+    figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.55 / figure.get_figheight(), wspace=0.04, hspace=0.14)
     return figure
 
 

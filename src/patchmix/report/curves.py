@@ -1,9 +1,10 @@
 """Training curves: the values of metrics.jsonl over epochs, images, hours or FLOPs, as a figure and for the report."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,8 +17,8 @@ from patchmix.study.compare import stored_config
 from patchmix.study.flops import config_flops
 from patchmix.train.log import read_metrics
 
-AxisKind = Literal["epochs", "images", "hours", "flops"]
-AXIS_LABELS: dict[str, str] = {"epochs": "epoch", "images": "images seen", "hours": "hours", "flops": "training FLOPs"}
+AXIS_LABELS = {"epochs": "epoch", "images": "images seen", "hours": "hours", "flops": "training FLOPs"}
+LACKING = {"images": "config.yaml with its batch size", "hours": "times", "flops": "known FLOPs per image"}
 # Key in metrics.jsonl → title, factor. Terms of the loss come before these, whatever a method calls them.
 PANELS: dict[str, tuple[str, float]] = {
     "knn": ("kNN accuracy (%)", 100.0),
@@ -30,8 +31,10 @@ PANELS: dict[str, tuple[str, float]] = {
     "data_wait": ("time waited for data (%)", 100.0),
 }
 NOISY = ("images_per_second", "data_wait")  # smoothed, as the losses are
+BOUNDS = {"chance": ("--", COLORS[5]), "floor": (":", COLORS[2])}  # of a loss: line and color
 LINES = ("-", "--", "-.", ":")
 MOST_POINTS = 600  # of a curve in the report
+Row = dict[str, Any]
 
 
 def show_curves(settings: ShowCurves) -> list[Path]:
@@ -51,36 +54,32 @@ class History:
     """The rows of one run's metrics.jsonl; with batch size and FLOPs where they are known."""
 
     name: str
-    rows: Sequence[dict[str, Any]]
+    rows: Sequence[Row]
     batch_size: int | None = None
     flops_per_image: float | None = None
 
-    def axis(self, kind: AxisKind) -> Callable[[dict[str, Any]], float]:
-        """The function from a row to its place on the axis; raises a ValueError where this run lacks the data."""
-        if kind not in get_args(AxisKind):
-            raise ValueError(f"the axis is {kind!r}; it must be one of {', '.join(get_args(AxisKind))}")
-        if kind == "epochs":
-            return lambda row: float(row["epoch"])
-        if kind == "hours":
-            timed = [(row["step"], row["seconds"]) for row in self.rows if row.get("seconds") is not None]
-            if not timed:
-                raise ValueError(f"{self.name} has no times in its metrics; use epochs")
-            # Monitor rows have no time: interpolate between the training rows.
-            steps, seconds = zip((0, 0.0), *timed, strict=True)
-            return lambda row: float(np.interp(row["step"], steps, seconds)) / 3600
-        if self.batch_size is None:
-            raise ValueError(f"{self.name} has no config.yaml with its batch size; use epochs or hours")
-        if kind == "images":
-            return lambda row: float(row["step"] * (self.batch_size or 0))
-        if self.flops_per_image is None:
-            raise ValueError(f"the FLOPs per image of {self.name} are not known; use epochs, images or hours")
-        return lambda row: float(row["step"] * (self.batch_size or 0) * (self.flops_per_image or 0))
+    @property
+    def axes(self) -> dict[str, Callable[[Row], float]]:
+        """The axes that this run has the data for: functions from a row to its place."""
+        axes: dict[str, Callable[[Row], float]] = {"epochs": lambda row: float(row["epoch"])}
+        timed = [(row["step"], row["seconds"]) for row in self.rows if row.get("seconds") is not None]
+        if timed:
+            steps, seconds = zip((0, 0.0), *timed, strict=True)  # monitor rows have no time: interpolate
+            axes["hours"] = lambda row: float(np.interp(row["step"], steps, seconds)) / 3600
+        images, flops = self.batch_size, self.flops_per_image
+        if images is not None:
+            axes["images"] = lambda row: float(row["step"] * images)
+            if flops is not None:
+                axes["flops"] = lambda row: float(row["step"] * images * flops)
+        return axes
 
-    def points(self, key: str, kind: AxisKind = "epochs") -> tuple[list[float], list[float]]:
+    def points(self, key: str, axis: str = "epochs") -> tuple[list[float], list[float]]:
         """Places and values of one quantity, in order; rows without it are left out."""
-        place = self.axis(kind)
+        axes = self.axes
+        if axis not in axes:
+            raise ValueError(f"{self.name} has no {LACKING[axis]}; choose the axis among {', '.join(axes)}")
         rows = [row for row in self.rows if row.get(key) is not None]
-        return [place(row) for row in rows], [float(row[key]) for row in rows]
+        return [axes[axis](row) for row in rows], [float(row[key]) for row in rows]
 
     @property
     def terms(self) -> list[str]:
@@ -90,8 +89,7 @@ class History:
 
     def last(self, key: str) -> float | None:
         """The newest value of a quantity."""
-        values = self.points(key)[1]
-        return values[-1] if values else None
+        return next((float(row[key]) for row in reversed(self.rows) if row.get(key) is not None), None)
 
 
 def read_history(run: str | Path) -> History:
@@ -108,6 +106,46 @@ def folder_history(folder: Path, config: Config | None) -> History:
     if config is None:
         return History(name, rows)
     return History(name, rows, config.train.batch_size, config_flops(config))
+
+
+# ------------------------------------------------------------------------------------------------------------- panels
+
+
+def curves_data(histories: Sequence[History], *, most: int = MOST_POINTS) -> dict[str, Any]:
+    """What curves.js reads: the axes that all runs have, and a panel for each quantity with the curves of all runs.
+
+    The quantities are the loss's terms, or the loss where no term has a chance level; then PANELS. most: points of a
+    curve.
+    """
+    logged = [history for history in histories if history.rows]
+    axes = [[axis, label] for axis, label in AXIS_LABELS.items() if all(axis in history.axes for history in logged)]
+    keys = {key for history in logged for row in history.rows for key, value in row.items() if value is not None}
+    terms = list(dict.fromkeys(term for history in histories for term in history.terms)) or ["loss"]
+    panels = []
+    for key in (*terms, *PANELS):
+        if key in keys:
+            title, factor = PANELS.get(key, (f"loss: {key}", 1.0))
+            curves = [_curve(key, factor, history, [axis for axis, _ in axes], most) for history in histories]
+            series = [{"run": run, **curve} for run, curve in enumerate(curves) if curve["y"]]
+            panels.append({"key": key, "title": title, "noisy": key not in PANELS or key in NOISY, "series": series})
+    return {"runs": [history.name for history in histories], "axes": axes, "panels": panels}
+
+
+def _curve(key: str, factor: float, history: History, axes: Sequence[str], most: int) -> dict[str, Any]:
+    """One run's curve, at even steps with the last point among them; a loss with its bounds."""
+    rows = [row for row in history.rows if row.get(key) is not None]
+    rows = rows[:: -max(1, -(-len(rows) // most))][::-1]
+    places = history.axes
+    bounds: dict[str, list[Any]] = {name: [row.get(f"{key}/{name}") for row in rows] for name in BOUNDS}
+    return {
+        "x": {axis: [_round(places[axis](row)) for row in rows] for axis in axes},
+        "y": [_round(factor * row[key]) for row in rows],
+        "bounds": {name: [_round(level) for level in levels] for name, levels in bounds.items() if None not in levels},
+    }
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.7g}")
 
 
 # ------------------------------------------------------------------------------------------------------------- figure
@@ -127,128 +165,47 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
     return out
 
 
-def panels_of(histories: Sequence[History]) -> list[str]:
-    """The quantities to draw: the loss's terms, or the loss where no term has a chance level; then PANELS."""
-    terms = list(dict.fromkeys(term for history in histories for term in history.terms)) or ["loss"]
-    logged = {key for history in histories for row in history.rows for key, value in row.items() if value is not None}
-    return [key for key in (*terms, *PANELS) if key in logged]
-
-
-def title_of(panel: str) -> str:
-    return PANELS[panel][0] if panel in PANELS else f"loss: {panel}"
-
-
-def curves_figure(
-    histories: Sequence[History],
-    *,
-    axis: AxisKind = "epochs",
-    smoothing: float = 0.0,
-    references: dict[str, float] | None = None,
-) -> Figure:
+@style()
+def curves_figure(histories: Sequence[History], *, axis: str = "epochs", smoothing: float = 0.0) -> Figure:
     """All quantities of all runs, a panel each, losses between floor and chance.
 
-    Smoothed curves have their raw values behind them. references: accuracies in 0…1, lines in the kNN panel.
+    Smoothed curves have their raw values behind them.
     """
-    panels = panels_of(histories)
+    for history in histories:
+        history.points("epoch", axis)  # it must have this axis
+    data = curves_data(histories, most=sys.maxsize)
+    panels = data["panels"]
     if not panels:
         raise ValueError("there is nothing to draw yet: the metrics have no rows; wait for the first log line")
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    with style():
-        figure = Figure(figsize=(3.5 * columns, 2.6 * rows))
-        axes = figure.subplots(rows, columns, squeeze=False).flatten()
-        for place, panel in zip(axes[: len(panels)], panels, strict=True):
-            weight = smoothing if panel not in PANELS or panel in NOISY else 0.0
-            _draw_panel(place, panel, histories, axis, weight)
-            if panel == "knn":
-                for i, (name, value) in enumerate((references or {}).items()):
-                    place.axhline(100 * value, color=look(len(histories) + i)[0], linestyle="--", label=name)
-            if len(place.get_legend_handles_labels()[0]) > 1:
-                place.legend(fontsize=7)
-            place.set(title=title_of(panel), xlabel=AXIS_LABELS[axis])
-        for place in axes[len(panels) :]:
-            place.set_axis_off()
-        figure.tight_layout()
+    figure = Figure(figsize=(3.5 * columns, 2.6 * rows))
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for place, panel in zip(axes, panels, strict=False):
+        names = data["runs"] if len(histories) > 1 else [panel["key"]]
+        _draw_panel(place, panel, names, axis, smoothing if panel["noisy"] else 0.0)
+        place.set(title=panel["title"], xlabel=AXIS_LABELS[axis])
+    for place in axes[len(panels) :]:
+        place.set_axis_off()
+    figure.tight_layout()
     return figure
 
 
-def _draw_panel(place: Axes, panel: str, histories: Sequence[History], kind: AxisKind, weight: float) -> None:
-    factor = PANELS[panel][1] if panel in PANELS else 1.0
-    bounds_drawn: set[tuple[float, ...]] = set()
-    for i, history in enumerate(histories):
-        color, line = look(i, LINES)
-        xs, ys = history.points(panel, kind)
-        if not xs:
-            continue
-        ys = [factor * y for y in ys]
+def _draw_panel(place: Axes, panel: dict[str, Any], names: Sequence[str], axis: str, weight: float) -> None:
+    drawn: list[tuple[str, float, float]] = []  # bounds, which runs of one batch size share
+    for curve in panel["series"]:
+        color, line = look(curve["run"], LINES)
+        xs, ys = curve["x"][axis], curve["y"]
         if weight:
             place.plot(xs, ys, color=color, alpha=0.25, linewidth=0.8)
         marker = "o" if len(xs) < 25 else None
-        label = history.name if len(histories) > 1 else panel
-        place.plot(xs, smooth(ys, weight), line, color=color, marker=marker, markersize=3, label=label)
-        for bound, dashes, shade in (("chance", "--", COLORS[5]), ("floor", ":", COLORS[2])):
-            at, level = history.points(f"{panel}/{bound}", kind)
-            drawn = (*level[:1], *level[-1:], float(bound == "floor"))
-            if at and drawn not in bounds_drawn:  # runs of one batch size share their bounds
-                label = bound if not any(d[-1] == drawn[-1] for d in bounds_drawn) else ""
-                place.plot(at, level, color=shade, linestyle=dashes, label=label, linewidth=1.0)
-                bounds_drawn.add(drawn)
-
-
-# -------------------------------------------------------------------------------------------------------- for the page
-
-
-def curves_data(histories: Sequence[History]) -> dict[str, Any] | None:
-    """What curves.js reads: panels with the series of all runs; None where there is nothing to draw."""
-    logged = [history for history in histories if history.rows]
-    axes = [kind for kind in get_args(AxisKind) if all(_has_axis(history, kind) for history in logged)]
-    panels = [_panel(key, histories, axes) for key in panels_of(histories)]
-    if not panels:
-        return None
-    return {
-        "runs": [history.name for history in histories],
-        "axes": [[kind, AXIS_LABELS[kind]] for kind in axes],
-        "panels": panels,
-    }
-
-
-def _panel(key: str, histories: Sequence[History], axes: Sequence[AxisKind]) -> dict[str, Any]:
-    factor = PANELS[key][1] if key in PANELS else 1.0
-    series = []
-    for run, history in enumerate(histories):
-        rows = _thinned([row for row in history.rows if row.get(key) is not None])
-        if not rows:
-            continue
-        bounds = {
-            name: [_round(row[f"{key}/{name}"]) for row in rows]
-            for name in ("chance", "floor")
-            if all(row.get(f"{key}/{name}") is not None for row in rows)
-        }
-        places = {kind: history.axis(kind) for kind in axes}
-        series.append(
-            {
-                "run": run,
-                "x": {kind: [_round(place(row)) for row in rows] for kind, place in places.items()},
-                "y": [_round(factor * row[key]) for row in rows],
-                "bounds": bounds,
-            }
-        )
-    return {"key": key, "title": title_of(key), "noisy": key not in PANELS or key in NOISY, "series": series}
-
-
-def _has_axis(history: History, kind: AxisKind) -> bool:
-    try:
-        history.axis(kind)
-    except ValueError:
-        return False
-    return True
-
-
-def _thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most about MOST_POINTS rows at even steps, the last among them."""
-    step = -(-len(rows) // MOST_POINTS) if rows else 1
-    return [row for i, row in enumerate(rows) if (len(rows) - 1 - i) % step == 0]
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.7g}")
+        place.plot(xs, smooth(ys, weight), line, color=color, marker=marker, markersize=3, label=names[curve["run"]])
+        for bound, levels in curve["bounds"].items():
+            ends = (bound, levels[0], levels[-1])
+            if ends not in drawn:
+                dashes, shade = BOUNDS[bound]
+                label = None if bound in [name for name, *_ in drawn] else bound
+                place.plot(xs, levels, dashes, color=shade, label=label, linewidth=1.0)
+                drawn.append(ends)
+    if len(place.get_legend_handles_labels()[0]) > 1:
+        place.legend(fontsize=7)

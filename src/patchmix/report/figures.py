@@ -1,6 +1,7 @@
 """How images are mixed, and which targets follow: the paper's first figures on any data. N: images in a batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from patchmix.data.sources import open_source
 from patchmix.mixing import Mixed, create_mix, overlap
-from patchmix.mixing.patchmix import PatchMix, owners, share
+from patchmix.mixing.patchmix import PatchMix, share
 from patchmix.report.gallery import crop_batch, spread
-from patchmix.report.style import COLORS, MATRIX, check_suffix, outline, picture, style, write
+from patchmix.report.style import MATRIX, check_suffix, look, outline, picture, picture_grid, style, write
 from patchmix.settings import ShowMix
 
 NUMBERED_PATCHES = 64  # up to here the owner's number stands in each patch
@@ -29,16 +30,15 @@ def show_mix(settings: ShowMix) -> list[Path]:
     images = crop_batch(source, spread(len(source), settings.images), settings.size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        if settings.mix == "patchmix":
-            figure, _ = mix_figure(images, PatchMix(settings.patch_size, settings.num_mix))
-            targets = targets_figure(max(9, 2 * settings.num_mix - 1), settings.num_mix)
-        else:
-            figure, mixed = mix_figure(images, create_mix(settings.mix, patch_size=settings.patch_size))
-            targets = share_targets_figure(mixed.share.float())
+        mix = create_mix(settings.mix, patch_size=settings.patch_size, num_mix=settings.num_mix)
+        figure, mixed = mix_figure(images, mix)
+    patchmix = settings.mix == "patchmix"
+    targets = patchmix_targets_figure(settings.num_mix) if patchmix else targets_figure(mixed.share.float())
     out = settings.out
     return write({out: figure, out.with_name(f"{out.stem}-targets{out.suffix}"): targets})
 
 
+@style()
 def mix_figure(images: Tensor, mix: Callable[[Tensor], Mixed]) -> tuple[Figure, Mixed]:
     """Originals above, mixed images with their shares below, for any mix; and what the mix returned.
 
@@ -46,103 +46,82 @@ def mix_figure(images: Tensor, mix: Callable[[Tensor], Mixed]) -> tuple[Figure, 
     color of their original and, where there is room, numbered.
     """
     n = len(images)
-    batch = images.permute(0, 3, 1, 2).float() / 255
-    if isinstance(mix, PatchMix):
-        mixed, owner = _mix_and_owners(mix, batch)
+    mixed = mix(images.permute(0, 3, 1, 2).float() / 255)
+    owner = None  # the original of each patch, (N, rows, columns)
+    title = f"{type(mix).__name__}: the share of each original stands above each mixed image"
+    if isinstance(mix, PatchMix) and mixed.groups is not None:
+        group = mixed.groups.int().argmax(dim=0).view(-1, images.shape[2] // mix.patch_size)
+        owner = (torch.arange(n).view(n, 1, 1) + group) % n
         name = f"PatchMix of {len(mixed.share[0].nonzero())} images"
         title = f"{name}: each patch is framed in the color of its original"
-    else:
-        mixed, owner = mix(batch), None
-        title = f"{type(mix).__name__}: the share of each original stands above each mixed image"
     columns = min(n, 8)
     bands = -(-n // columns)
-    with style():
-        figure = Figure(figsize=(max(1.5 * columns, 5.0), 3.7 * bands))
-        axes = figure.subplots(2 * bands, columns, squeeze=False)
-        for axis in axes.flat:
-            axis.set_axis_off()
-        for i in range(n):
-            above, below = axes[2 * (i // columns), i % columns], axes[2 * (i // columns) + 1, i % columns]
-            picture(above, images[i].numpy(), f"image {i}")
-            outline(above, owner_color(i), width=3)
-            picture(below, mixed.images[i].clamp(0, 1).permute(1, 2, 0).numpy(), share_text(mixed.share[i]))
-            if owner is not None and isinstance(mix, PatchMix):
-                _frame_patches(below, owner[i], mix.patch_size)
-        figure.suptitle(title)
-        figure.tight_layout()
+    figure, axes = picture_grid(2 * bands, columns, (max(1.5 * columns, 5.0), 3.7 * bands))
+    for i in range(n):
+        band, column = divmod(i, columns)
+        above, below = axes[2 * band : 2 * band + 2, column]
+        picture(above, images[i].numpy(), f"image {i}")
+        outline(above, look(i)[0], width=3)
+        picture(below, mixed.images[i].clamp(0, 1).permute(1, 2, 0).numpy(), share_text(mixed.share[i]))
+        if owner is not None:
+            _frame_patches(below, owner[i], images.shape[1] // owner.shape[1])
+    figure.suptitle(title)
+    figure.tight_layout()
     return figure, mixed
 
 
-def targets_figure(n: int = 9, num_mix: int = 3) -> Figure:
-    """PatchMix's three target matrices for a batch of n: origin-to-origin, mix-to-origin, mix-to-mix (ω as printed)."""
-    return share_targets_figure(share(n, num_mix), rules=(f"1/{num_mix} each", "ω = 1 − |d|/M"), parts=num_mix)
+def patchmix_targets_figure(num_mix: int) -> Figure:
+    """PatchMix's three target matrices for M = num_mix, with ω as the paper prints it."""
+    return targets_figure(share(max(9, 2 * num_mix - 1), num_mix), rules=(f"1/{num_mix} each", "ω = 1 − |d|/M"))
 
 
-def share_targets_figure(
-    shares: Tensor, *, rules: tuple[str, str] = ("the shares", "overlap of shares"), parts: int | None = None
-) -> Figure:
+@style()
+def targets_figure(shares: Tensor, *, rules: tuple[str, str] = ("the shares", "overlap of shares")) -> Figure:
     """The three target matrices that follow from a mix's shares, (N, N).
 
-    rules: what to write beside "mix-to-origin" and "mix-to-mix". parts: the M of fractions such as 1/3; None: decimals.
+    rules: what to write beside "mix-to-origin" and "mix-to-mix".
     """
     n = len(shares)
     matrices = [
-        ("origin-to-origin", "itself", torch.eye(n), "original", "original"),
-        ("mix-to-origin", rules[0], shares, "mixed image", "original"),
-        ("mix-to-mix", rules[1], overlap(shares, shares), "mixed image", "mixed image"),
+        ("origin-to-origin: itself", torch.eye(n), "original", "original"),
+        (f"mix-to-origin: {rules[0]}", shares, "mixed image", "original"),
+        (f"mix-to-mix: {rules[1]}", overlap(shares, shares), "mixed image", "mixed image"),
     ]
-    with style():
-        figure = Figure(figsize=(11.4, 4.0))
-        for axis, (title, rule, matrix, query, key) in zip(figure.subplots(1, 3), matrices, strict=True):
-            axis.imshow(matrix.numpy(), cmap=MATRIX, vmin=0, vmax=1)
-            axis.set(title=f"{title}: {rule}", xlabel=f"{key} (key)", ylabel=f"{query} (query)")
-            axis.grid(False)
-            ticks = range(0, n, max(1, n // 9))
-            axis.set_xticks(ticks)
-            axis.set_yticks(ticks)
-            for i, j in (matrix > 1e-6).nonzero().tolist() if n * n <= NUMBERED_CELLS else []:
-                value = matrix[i, j].item()
-                text = f"{value:.2f}".removeprefix("0") if parts is None else _fraction(value, parts)
-                color = "black" if value > 0.6 else "white"
-                axis.text(j, i, text, ha="center", va="center", fontsize=7 if n <= 9 else 5, color=color)
-        figure.tight_layout()
+    figure = Figure(figsize=(11.4, 4.0))
+    for axis, (title, matrix, query, key) in zip(figure.subplots(1, 3), matrices, strict=True):
+        axis.imshow(matrix.numpy(), cmap=MATRIX, vmin=0, vmax=1)
+        ticks = range(0, n, max(1, n // 9))
+        axis.set(title=title, xlabel=f"{key} (key)", ylabel=f"{query} (query)", xticks=ticks, yticks=ticks)
+        axis.grid(False)
+        for i, j in (matrix > 1e-6).nonzero().tolist() if n * n <= NUMBERED_CELLS else []:
+            value = matrix[i, j].item()
+            color = "black" if value > 0.6 else "white"
+            text = amount(value).removeprefix("0")
+            axis.text(j, i, text, ha="center", va="center", fontsize=7 if n <= 9 else 5, color=color)
+    figure.tight_layout()
     return figure
 
 
 def share_text(row: Tensor) -> str:
     """A mixed image's shares in words, such as "1/3 each of 0, 1, 2", "0.62 of 0, 0.38 of 3". row: (N,), sums to 1."""
     groups: dict[str, list[int]] = {}
-    parts = next((m for m in range(1, 17) if all(abs(m * s - round(m * s)) < 1e-4 for s in row.tolist())), None)
-    for j in sorted(range(len(row)), key=lambda j: -row[j].item()):
-        value = row[j].item()
-        if value > 5e-3:
-            groups.setdefault(f"{value:.2f}" if parts is None else _fraction(value, parts), []).append(j)
+    for j in row.argsort(descending=True, stable=True).tolist():
+        if row[j] > 5e-3:
+            groups.setdefault(amount(row[j].item()), []).append(j)
     texts = []
-    for amount, members in groups.items():
-        if amount == "1":
-            texts.append(f"all of {members[0]}")
-        else:
-            texts.append(f"{amount} {'each ' if len(members) > 1 else ''}of {_list(members)}")
+    for part, members in groups.items():
+        members.sort()
+        listed = ", ".join(map(str, members))
+        if len(members) > 4 and members[-1] - members[0] == len(members) - 1:
+            listed = f"{members[0]} … {members[-1]}"
+        texts.append(f"{'all' if part == '1' else part} {'each ' if len(members) > 1 else ''}of {listed}")
     return ",\n".join(texts)
 
 
-def owner_color(index: int) -> str:
-    """The color of original `index`; colors repeat after eight, so patches are numbered, too."""
-    return COLORS[index % len(COLORS)]
-
-
-def _mix_and_owners(mix: PatchMix, batch: Tensor) -> tuple[Mixed, Tensor]:
-    """What the mix makes of the batch, and which original each patch is from: (N, rows, columns)."""
-    num_mix = mix.draw_num_mix()
-    generator = torch.default_generator if mix.generator is None else mix.generator
-    state = generator.get_state()
-    mixed = mix(batch, num_mix)
-    after = generator.get_state()
-    generator.set_state(state)
-    rows, columns = (side // mix.patch_size for side in batch.shape[2:])
-    order = torch.randperm(rows * columns, generator=mix.generator)  # the one that the mix drew
-    generator.set_state(after)
-    return mixed, owners(len(batch), num_mix, order).view(-1, rows, columns)
+def amount(value: float) -> str:
+    """1/3 rather than 0.33, where the denominator is small."""
+    fraction = Fraction(value).limit_denominator(16)
+    return str(fraction) if abs(fraction - value) < 1e-4 else f"{value:.2f}"
 
 
 def _frame_patches(axis: Axes, owner: Tensor, size: int) -> None:
@@ -151,25 +130,10 @@ def _frame_patches(axis: Axes, owner: Tensor, size: int) -> None:
         for c, original in enumerate(row):
             corner = (c * size - 0.5 + inset, r * size - 0.5 + inset)
             side = size - 2 * inset
-            color = owner_color(original)
+            color, _ = look(original)  # colors repeat after eight, so patches are numbered, too
             axis.add_patch(Rectangle(corner, side, side, fill=False, edgecolor=color, linewidth=1.2))
             if owner.numel() <= NUMBERED_PATCHES:
                 box = {"facecolor": color, "edgecolor": "none", "pad": 0.8}
                 ink = "black" if color in ("#E69F00", "#56B4E9", "#F0E442", "#CC79A7") else "white"
                 place = (corner[0] + 0.16 * size, corner[1] + 0.16 * size)
                 axis.text(*place, str(original), fontsize=4.5, color=ink, ha="center", va="center", bbox=box)
-
-
-def _list(members: Sequence[int]) -> str:
-    members = sorted(members)
-    if len(members) > 4 and members[-1] - members[0] == len(members) - 1:
-        return f"{members[0]} … {members[-1]}"
-    return ", ".join(map(str, members))
-
-
-def _fraction(value: float, parts: int) -> str:
-    """1/3 rather than 0.333."""
-    count = round(value * parts)
-    if abs(value - count / parts) > 1e-4:
-        return f"{value:.2f}"
-    return "1" if count == parts else f"{count}/{parts}"

@@ -113,8 +113,7 @@ class Gallery:
 
     def rows(self, images: Sequence[str | int], what: str) -> list[int]:
         """Rows of images that are given by position or path."""
-        positions = [find_image(image, self.source) for image in images]
-        check_positions(positions, self.source, what)
+        positions = [find_image(image, self.source, what) for image in images]
         for position in positions:
             if position not in self.positions:
                 raise ValueError(f"{what} {position} can't be decoded; choose another")
@@ -148,21 +147,16 @@ def class_name(label: int, names: Sequence[str] | None) -> str:
     return names[label] if names is not None and 0 <= label < len(names) else f"class {label}"
 
 
-def find_image(image: str | int, source: Source) -> int:
+def find_image(image: str | int, source: Source, what: str = "image") -> int:
     """The position of an image: a number, or a path that ends in the image's name below the source's root."""
     if isinstance(image, int) or image.isdecimal():
-        return int(image)
-    wanted = Path(image).as_posix()
-    for i in range(len(source)):
-        if f"/{wanted}".endswith(f"/{source.key(i)}"):
-            return i
-    raise ValueError(f"{image} is not among the {len(source)} images read of {source.name}; use more, or another path")
-
-
-def check_positions(positions: Sequence[int], source: Source, what: str) -> None:
-    for position in positions:
-        if not 0 <= position < len(source):
-            raise ValueError(f"{what} {position} is not among the {len(source)} images of {source.name}, 0 …")
+        found = int(image) if 0 <= int(image) < len(source) else None
+    else:
+        wanted = f"/{Path(image).as_posix()}"
+        found = next((i for i in range(len(source)) if wanted.endswith(f"/{source.key(i)}")), None)
+    if found is None:
+        raise ValueError(f"{what} {image} is not among the {len(source)} images read of {source.name}; give another")
+    return found
 
 
 def spread(count: int, wanted: int) -> list[int]:

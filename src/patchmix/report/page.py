@@ -17,7 +17,7 @@ from patchmix.interop.loading import load_backbone
 from patchmix.mixing import PatchMix
 from patchmix.report.attention import attention_figure, image_maps
 from patchmix.report.curves import History, curves_data, folder_history
-from patchmix.report.figures import mix_figure, targets_figure
+from patchmix.report.figures import mix_figure, patchmix_targets_figure
 from patchmix.report.gallery import Gallery, crop_batch, load_gallery, spread, unique_names
 from patchmix.report.html import Markup, document, element, embedded, join, table
 from patchmix.report.neighbors import map_figure, pack_explorer
@@ -40,7 +40,7 @@ def report(settings: Report) -> Path:
     records = _renamed([read_record(run) for run in settings.runs])
     curves, explorer = curves_data([record.history for record in records]), None
     sections: Sections = {"summary": ("Summary", element("div", *map(_card, records), class_="cards"))}
-    if curves is not None:
+    if curves["panels"]:
         sections["curves"] = ("Curves", element("div", id="curves-here"))
     sections["evaluations"] = ("Evaluations", evaluations(records))
     sections["cost"] = ("Cost", cost(records))
@@ -58,7 +58,7 @@ def report(settings: Report) -> Path:
     text = document(
         title=f"patchmix report: {', '.join(record.name for record in records)}",
         sections=sections,
-        data={"curves": curves, "explorer": explorer},
+        data={"curves": curves["panels"] and curves, "explorer": explorer},
         footer="Made by patchmix. Everything is inside this file; it loads nothing.",
     )
     write_text(out, text)
@@ -295,5 +295,5 @@ def _mixing(gallery: Gallery, positions: Sequence[int], backbone: Backbone, num_
     figure, _ = mix_figure(crop_batch(gallery.source, positions, shape.image_size), mix)
     return join(
         embedded(figure, "Originals above, mixed images with their shares below."),
-        embedded(targets_figure(max(9, 2 * parts - 1), parts), "The target matrices of the three losses."),
+        embedded(patchmix_targets_figure(parts), "The target matrices of the three losses."),
     )

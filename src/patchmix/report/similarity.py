@@ -99,10 +99,9 @@ def choose_keys(
     (N, D) each. The `others` are one each of the remaining classes. Of a class the first image is taken, so that no
     encoder is favored. Without labels the keys are spread evenly over the set.
     """
-    n = len(vectors[0])
     if labels is None:
-        keys = tuple(i for i in spread(n, others + 4) if i != query)[: others + 3]
-        return Comparison(query, keys, ("key",) * len(keys))
+        spaced = [i for i in spread(len(vectors[0]), others + 4) if i != query]
+        return describe_keys(query, spaced[: others + 3], None)
     own = int(labels[query])
     order = _classes_by_nearness(own, labels, vectors)
     if related is not None:
@@ -114,22 +113,22 @@ def choose_keys(
     def first(label: int, count: int) -> list[int]:
         return [i for i in (labels == label).nonzero().flatten().tolist() if i != query][:count]
 
-    same, near = first(own, 1), first(order[0], 2) if order else []
+    near = first(order[0], 2) if order else []
     far = [i for label in order[:0:-1][:others] for i in first(label, 1)]
     half = -(-len(far) // 2)
-    keys = (*far[:half], *near[:1], *same, *near[1:], *far[half:])
-    names = {**dict.fromkeys(far, "another class"), **dict.fromkeys(near, "related class")}
-    return Comparison(query, keys, tuple(names.get(key, "same class") for key in keys))
+    keys = (*far[:half], *near[:1], *first(own, 1), *near[1:], *far[half:])
+    return describe_keys(query, keys, labels, related=order[0] if order else None)
 
 
-def describe_keys(query: int, keys: Sequence[int], labels: Tensor | None) -> Comparison:
-    """A comparison with keys that the caller chose; kinds follow from the labels."""
+def describe_keys(query: int, keys: Sequence[int], labels: Tensor | None, *, related: int | None = None) -> Comparison:
+    """A comparison with some keys; what they are to the query follows from the labels."""
     if labels is None:
         return Comparison(query, tuple(keys), ("key",) * len(keys))
-    kinds = ("same class" if labels[key] == labels[query] else "another class" for key in keys)
-    return Comparison(query, tuple(keys), tuple(kinds))
+    names = {related: "related class", int(labels[query]): "same class"}
+    return Comparison(query, tuple(keys), tuple(names.get(int(labels[key]), "another class") for key in keys))
 
 
+@style()
 def similarity_figure(
     comparisons: Sequence[Comparison],
     pictures: dict[int, np.ndarray],
@@ -143,35 +142,32 @@ def similarity_figure(
     """
     named = class_names or {}
     most = max(len(comparison.keys) for comparison in comparisons)
-    with style():
-        figure = Figure(figsize=(1.3 + 0.8 * most + 2.9 * len(runs), 1.5 * len(comparisons) + 0.9))
-        grid = figure.add_gridspec(len(comparisons), 1, hspace=0.35)
-        for row, comparison in enumerate(comparisons):
-            widths = [1.2, *([0.8] * most), *([0.5, 2.3] * len(runs))]  # a gap for numbers before each panel
-            cells = grid[row].subgridspec(1, len(widths), width_ratios=widths, wspace=0.12)
-            axis = figure.add_subplot(cells[0])
-            picture(axis, pictures[comparison.query], f"query\n{named.get(comparison.query, '')}")
-            for i, (key, kind) in enumerate(zip(comparison.keys, comparison.kinds, strict=True), 1):
-                axis = figure.add_subplot(cells[i])
-                picture(axis, pictures[key], f"{i}\n{named.get(key, '')}")
-                outline(axis, KIND_COLORS[kind])
-            for r, (name, vectors) in enumerate(runs):
-                axis = figure.add_subplot(cells[2 + most + 2 * r])
-                chosen = vectors[list(comparison.keys)]
-                heights = normalized(cosine(vectors[[comparison.query]], chosen)[0])
-                colors = [KIND_COLORS[kind] for kind in comparison.kinds]
-                bars = axis.bar(range(1, len(heights) + 1), heights.numpy(), color=colors)
-                axis.bar_label(bars, fmt="%.2f", fontsize=5, padding=1)
-                axis.set(ylim=(0, 1.05), title=short(name, 26) if row == 0 else "", xticks=range(1, len(heights) + 1))
-                axis.tick_params(labelsize=7)
-                axis.set_xlabel("key" if row == len(comparisons) - 1 else "", fontsize=7)
-        present = {kind for comparison in comparisons for kind in comparison.kinds}
-        kinds = [kind for kind in KIND_COLORS if kind in present]
-        handles = [Patch(color=KIND_COLORS[kind], label=kind) for kind in kinds]
-        figure.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=8, bbox_to_anchor=(0.5, 0.0))
-        top = 1 - 0.4 / figure.get_figheight()
-        figure.suptitle(f"normalized similarity exp(s/τ′)/exp(1/τ′), τ′ = {TEMPERATURE:g}", y=1.0)
-        figure.subplots_adjust(top=top - 0.25 / figure.get_figheight(), bottom=0.3 / figure.get_figheight())
+    figure = Figure(figsize=(1.3 + 0.8 * most + 2.9 * len(runs), 1.5 * len(comparisons) + 0.9))
+    widths = [1.2, *([0.8] * most), *([0.5, 2.3] * len(runs))]  # a gap for numbers before each panel
+    grid = figure.add_gridspec(len(comparisons), len(widths), width_ratios=widths, wspace=0.12, hspace=0.35)
+    for row, comparison in enumerate(comparisons):
+        colors = [KIND_COLORS[kind] for kind in comparison.kinds]
+        numbers = range(1, len(colors) + 1)
+        picture(
+            figure.add_subplot(grid[row, 0]), pictures[comparison.query], f"query\n{named.get(comparison.query, '')}"
+        )
+        for i, key, color in zip(numbers, comparison.keys, colors, strict=True):
+            axis = figure.add_subplot(grid[row, i])
+            picture(axis, pictures[key], f"{i}\n{named.get(key, '')}")
+            outline(axis, color)
+        for r, (name, vectors) in enumerate(runs):
+            axis = figure.add_subplot(grid[row, 2 + most + 2 * r])
+            heights = normalized(cosine(vectors[[comparison.query]], vectors[list(comparison.keys)])[0])
+            bars = axis.bar(numbers, heights.numpy(), color=colors)
+            axis.bar_label(bars, fmt="%.2f", fontsize=5, padding=1)
+            axis.set(ylim=(0, 1.05), title=short(name, 26) if row == 0 else "", xticks=numbers)
+            axis.tick_params(labelsize=7)
+            axis.set_xlabel("key" if row == len(comparisons) - 1 else "", fontsize=7)
+    present = {kind for comparison in comparisons for kind in comparison.kinds}
+    handles = [Patch(color=color, label=kind) for kind, color in KIND_COLORS.items() if kind in present]
+    figure.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=8, bbox_to_anchor=(0.5, 0.0))
+    figure.suptitle(f"normalized similarity exp(s/τ′)/exp(1/τ′), τ′ = {TEMPERATURE:g}", y=1.0)
+    figure.subplots_adjust(top=1 - 0.65 / figure.get_figheight(), bottom=0.3 / figure.get_figheight())
     return figure
 
 

@@ -36,6 +36,7 @@ RC: dict[str, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
+    """For `with style():`, or for a function that draws: `@style()`."""
     with mpl.rc_context(RC):  # type: ignore[arg-type]
         yield
 
@@ -62,6 +63,15 @@ def write(figures: Mapping[Path, Figure]) -> list[Path]:
 
 
 # ---------------------------------------------------------------------------------------------------- parts of figures
+
+
+def picture_grid(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, np.ndarray]:
+    """A figure of `size` inches and its axes, (rows, columns), without frames and ticks."""
+    figure = Figure(figsize=size)
+    axes: np.ndarray = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    return figure, axes
 
 
 def picture(axis: Axes, image: np.ndarray, title: str = "") -> None:

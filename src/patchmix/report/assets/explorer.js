@@ -1,38 +1,6 @@
 // The explorer: a grid of thumbnails; the chosen one's neighbors, similarities and classes, for one run or two.
 import { choice, draw, make } from "./dom.js";
 
-// Neighbors from quantized embeddings. Whole numbers below 2^53 add up exactly, so the order is the one Python checked.
-
-class Ranking {
-  // packed: {bits, dim, codes (base64, little-endian), repairs: {query: [neighbors]}}
-  constructor(packed, count) {
-    const bytes = Uint8Array.from(atob(packed.codes), (letter) => letter.charCodeAt(0));
-    this.codes = packed.bits === 8 ? new Int8Array(bytes.buffer) : new Int16Array(bytes.buffer);
-    this.dim = packed.dim;
-    this.count = count;
-    this.repairs = packed.repairs;
-    this.lengths = Float64Array.from({ length: count }, (_, i) => Math.sqrt(this.dot(i, i)));
-  }
-
-  dot(i, j) {
-    const { codes, dim } = this;
-    let sum = 0;
-    for (let d = 0, a = i * dim, b = j * dim; d < dim; d++) sum += codes[a + d] * codes[b + d];
-    return sum;
-  }
-
-  cosine(i, j) { return this.dot(i, j) / (this.lengths[i] * this.lengths[j] || 1); }
-
-  // The k nearest images of a query, itself left out: [[position, cosine], …]. Equal ones in the set's order.
-  nearest(query, k) {
-    const repaired = this.repairs[query];
-    if (repaired && k <= repaired.length) return repaired.slice(0, k).map((place) => [place, this.cosine(query, place)]);
-    const all = [];
-    for (let i = 0; i < this.count; i++) if (i !== query) all.push([i, this.cosine(query, i)]);
-    return all.sort((a, b) => b[1] - a[1] || a[0] - b[0]).slice(0, k);
-  }
-}
-
 // exp(s/τ′)/exp(1/τ′), in (0, 1].
 const normalizedSimilarity = (cosine, temperature) => Math.exp((Math.min(cosine, 1) - 1) / temperature);
 
@@ -51,8 +19,8 @@ function tally(neighbors, labels, temperature) {
 export function startExplorer(root, data) {
   const counts = data.most < 5 ? [data.most] : [5, 10, 20].filter((k) => k <= data.most);
   const state = { query: -1, k: counts[Math.min(1, counts.length - 1)], runs: [0, data.runs.length > 1 ? 1 : -1], text: "", label: "" };
-  const rankings = new Map();
-  const ranking = (run) => rankings.get(run) ?? rankings.set(run, new Ranking(data.runs[run], data.keys.length)).get(run);
+  // The k nearest images of a query, itself left out: [[position, cosine], …].
+  const nearest = ({ neighbors, cosines }, query, k) => neighbors[query].slice(0, k).map((place, rank) => [place, cosines[query][rank]]);
   const className = (i) => (data.labels ? data.classes[data.labels[i]] ?? `class ${data.labels[i]}` : "");
   const title = (i) => (data.labels ? `${className(i)}, ${data.keys[i]}` : data.keys[i]);
   const image = (i) => make("img", { src: `data:image/${data.format};base64,${data.thumbs[i]}`, alt: "", loading: "lazy", decoding: "async" });
@@ -111,7 +79,7 @@ export function startExplorer(root, data) {
     const i = state.query;
     head.replaceChildren(image(i), make("p", {}, make("strong", {}, className(i) || "query"), make("br"), make("span", { class: "soft" }, data.keys[i])));
     const chosen = state.runs.filter((run, place) => run >= 0 && state.runs.indexOf(run) === place);
-    const answers = chosen.map((run) => [run, ranking(run).nearest(i, state.k)]);
+    const answers = chosen.map((run) => [run, nearest(data.runs[run], i, state.k)]);
     results.replaceChildren(...answers.map(([run, neighbors]) => answer(run, neighbors)));
     status.textContent = `${state.k} nearest of ${title(i)}. ` + answers.map(([run, neighbors]) => summary(run, neighbors)).join(" ") + common(answers);
   }
