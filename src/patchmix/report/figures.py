@@ -120,7 +120,7 @@ def share_text(row: Tensor) -> str:
 
 def amount(value: float) -> str:
     """1/3 rather than 0.33, where the denominator is small."""
-    fraction = Fraction(value).limit_denominator(16)
+    fraction = Fraction(value).limit_denominator(8)
     return str(fraction) if abs(fraction - value) < 1e-4 else f"{value:.2f}"
 
 
