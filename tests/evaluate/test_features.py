@@ -233,11 +233,9 @@ WORKER = """
 import sys, torch
 from pathlib import Path
 from patchmix import distributed
-from patchmix.evaluate import features
 from patchmix.evaluate.features import FeatureExtractor
 from patchmix.evaluate.labeled import open_labeled
 from patchmix.interop.loading import load_backbone
-features.GATHERED_ROWS = 3
 device, folder = torch.device("cpu"), Path(sys.argv[1])
 with distributed.process_group(device):
     backbone = load_backbone(folder / "encoder.safetensors")

@@ -22,10 +22,10 @@ from patchmix.evaluate.finetune import (
     _posterize,
     classifier,
     finetune,
-    layer_groups,
     usual_base_lr,
 )
 from patchmix.evaluate.labeled import open_labeled
+from patchmix.evaluate.protocol import layer_groups
 from patchmix.evaluate.results import Result, read_results
 from patchmix.interop.backbone import Backbone
 from patchmix.settings import Finetune

@@ -39,7 +39,6 @@ LAYERS: dict[str, str] = {
     "token": "class token after the last norm",
     "mean": "mean of the patch tokens after the last norm",
 }
-GATHERED_ROWS = 4096  # of each process, sent at a time
 SMALL_IMAGES = 64  # up to here images are evaluated whole, above with the usual margin of 8/7 (256 → 224)
 KEPT_BYTES = 10 * 2**30  # of all features on disk together; beyond that, those unused for longest go
 _VERSION = 1  # part of every key: raise it when the same arguments give other features
@@ -81,43 +80,24 @@ class FeatureExtractor:
 
     def features(self, source: Source) -> Features:
         """(N, D) features with labels, in the source's order, on every process."""
-        path = cache_folder("features") / f"{self._key(source)}.safetensors"
+        how: dict[str, Any] = {"image_size": self.image_size, "resize": self.resize, "pool": self.pool}
+        how |= {"mean": self.backbone.mean, "std": self.backbone.std}
+        # the number of heads shows in the architecture, but in no weight
+        origin = [_VERSION, self._digest, repr(self.backbone.architecture), source.fingerprint()]
+        key = hashlib.sha256(json.dumps([*origin, how], sort_keys=True).encode()).hexdigest()[:40]
+        path = cache_folder("features") / f"{key}.safetensors"
         kept = _load(path, source) if self.cache else None
         # All processes read, or all compute: a home folder need not be shared between machines.
         if not distributed.any_process(kept is None, self.device):
             assert kept is not None
             return kept
-        features = extract(
-            self.backbone.encoder().to(self.device),
-            source,
-            image_size=self.image_size,
-            resize=self.resize,
-            mean=self.backbone.mean,
-            std=self.backbone.std,
-            device=self.device,
-            pool=self.pool,
-            batch_size=self.batch_size,
-            workers=self.workers,
-            progress=True,
-        )
+        encoder = self.backbone.encoder().to(self.device)
+        work: dict[str, Any] = {"device": self.device, "batch_size": self.batch_size, "workers": self.workers}
+        features = extract(encoder, source, **how, **work, progress=True)
         check_finite(features.vectors, source.name)
         if self.cache and distributed.is_main():
             _keep(path, features)
         return features
-
-    def _key(self, source: Source) -> str:
-        described = {
-            "version": _VERSION,
-            "weights": self._digest,
-            "architecture": repr(self.backbone.architecture),  # the number of heads shows in no weight
-            "data": source.fingerprint(),
-            "size": self.image_size,
-            "resize": self.resize,
-            "mean": self.backbone.mean,
-            "std": self.backbone.std,
-            "pool": self.pool,
-        }
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:40]
 
 
 @torch.inference_mode()
@@ -142,32 +122,26 @@ def extract(
     """
     if pool not in LAYERS:
         raise ValueError(f"pool is {pool!r}; it must be token (class token) or mean (of the patch tokens)")
-    transform = CenterCrop(image_size, resize=resize)
-    share = {"rank": distributed.rank(), "world_size": distributed.world_size()}
-    part = len(np.array_split(np.arange(len(source)), share["world_size"])[share["rank"]])
-    vectors, count = torch.empty(0, 0), 0
-    indices = torch.empty(part, dtype=torch.int64)
+    world_size = distributed.world_size()
+    share = {"rank": distributed.rank(), "world_size": world_size, "batch_size": batch_size, "workers": workers}
+    vectors, indices = [torch.empty(0, 0)], [torch.empty(0, dtype=torch.int64)]
     was_training = encoder.training
     encoder.eval()
     try:
+        part = -(-len(source) // world_size)
         with progress_bar(f"features of {source.name}", part, progress and distributed.is_main()) as advance:
-            for batch in one_pass(source, transform, batch_size=batch_size, workers=workers, **share):
-                decoded = len(batch.indices)
-                if decoded:
+            for batch in one_pass(source, CenterCrop(image_size, resize=resize), **share):
+                if len(batch.indices):
                     images = to_float(batch.views[0].to(device, non_blocking=True), mean, std)
-                    output = pooled(encoder, images, pool).float().cpu()
-                    if not count:  # one block that is filled: a list and its concatenation would need two
-                        vectors = torch.empty(part, output.shape[1])
-                    vectors[count : count + decoded] = output
-                    indices[count : count + decoded] = batch.indices
-                    count += decoded
-                advance(decoded + len(batch.bad))
+                    vectors.append(pooled(encoder, images, pool).float().cpu())
+                    indices.append(batch.indices)
+                advance(len(batch.indices) + len(batch.bad))
     finally:
         encoder.train(was_training)
-    vectors, indices = gather_rows(vectors[:count], device), gather_rows(indices[:count], device)
-    if not len(indices):
+    every = gather_rows(torch.cat(indices), device)
+    if not len(every):
         raise ValueError(f"{source.name} has no image that can be decoded; check its files")
-    return Features.of(source, vectors, indices)
+    return Features.of(source, gather_rows(torch.cat(vectors[1:] or vectors), device), every)
 
 
 def usual_resize(image_size: int) -> int:
@@ -190,26 +164,16 @@ def check_finite(vectors: Tensor, whose: str) -> None:
 
 @torch.no_grad()
 def gather_rows(rows: Tensor, device: torch.device) -> Tensor:
-    """Rows of all processes in the order of their ranks, on the CPU: (n, …) → (sum of all n, …), n may differ.
-
-    Sent in blocks, so that the device holds a few rows only.
-    """
+    """Rows of all processes in the order of their ranks, on the CPU: (n, …) → (sum of all n, …), n may differ."""
     if distributed.world_size() == 1:
         return rows
-    shape = torch.tensor([len(rows), *rows.shape[1:]], dtype=torch.int64, device=device)
-    shapes = distributed.gather(shape.unsqueeze(0)).cpu()  # (world, dims)
-    counts: list[int] = shapes[:, 0].tolist()
-    rest = shapes[:, 1:].max(dim=0).values.tolist()  # a process without a single row does not know the width
-    out = torch.empty([sum(counts), *rest], dtype=rows.dtype)
-    for begin in range(0, max(counts), GATHERED_ROWS):
-        block = torch.zeros([min(GATHERED_ROWS, max(counts) - begin), *rest], dtype=rows.dtype, device=device)
-        own = rows[begin : begin + len(block)]
-        if len(own):
-            block[: len(own)] = own.to(device)
-        received = torch.split(distributed.gather(block).cpu(), len(block))
-        for place, values in zip(torch.split(out, counts), received, strict=True):
-            place[begin : begin + len(block)] = values[: max(0, len(place) - begin)]
-    return out
+    shapes = distributed.gather(torch.tensor([rows.shape], device=device)).cpu()  # (world, dims)
+    most, *rest = shapes.max(dim=0).values.tolist()  # a process without a single row does not know the width
+    padded = torch.zeros([most, *rest], dtype=rows.dtype, device=device)
+    if len(rows):
+        padded[: len(rows)] = rows.to(device)
+    received = distributed.gather(padded).cpu().view(len(shapes), most, *rest)
+    return torch.cat([part[:count] for part, count in zip(received, shapes[:, 0].tolist(), strict=True)])
 
 
 # -------------------------------------------------------------------------------------------------- features on disk

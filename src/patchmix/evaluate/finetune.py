@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms_factory import create_transform
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 
@@ -32,7 +30,16 @@ from patchmix.data.loader import Batch
 from patchmix.data.randomness import hash_words
 from patchmix.data.views import as_channels, to_float
 from patchmix.evaluate.features import extract, usual_resize
-from patchmix.evaluate.protocol import SupervisedMethod, Task, fit, open_task, top_accuracies, usual_batch, work_folder
+from patchmix.evaluate.protocol import (
+    SupervisedMethod,
+    Task,
+    fit,
+    layer_groups,
+    open_task,
+    top_accuracies,
+    usual_batch,
+    work_folder,
+)
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone, save_weights
 from patchmix.interop.exporting import timm_arguments
@@ -70,7 +77,7 @@ def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
             torch.manual_seed(settings.seed)
             model = classifier(task.backbone, data.classes, drop_path=settings.drop_path)
         method = FinetuneMethod(model, data.classes, settings).to(task.device).train()
-        last = _train(method, task, record, settings.workers, folder, identity)
+        last = _train(method, task, record, folder=folder, identity=identity)
         details: dict[str, Any] = {
             "best_epoch": last["best_top1_epoch"],
             "best_ema_epoch": last["best_ema_top1_epoch"],
@@ -85,8 +92,7 @@ def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
                 header = {"patchmix-classifier": json.dumps({**origin, "classes": data.train.classes})}
                 save_weights(method.encoder.state_dict(), folder / "model.safetensors", header)
                 save_weights(method.ema.module.state_dict(), folder / "model_ema.safetensors", header)
-        names = ("top1", "top5", "ema_top1", "ema_top5", "best_top1", "best_ema_top1")
-        metrics = {name: value for name, value in last.items() if name in names}
+        metrics = {name: value for name, value in last.items() if not name.endswith("_epoch")}
         record |= {"optimizer": "AdamW", "crop_area": list(CROP_AREA), "test": data.tested_on}
         return task.result("finetune", metrics, method.tested, record, details)
 
@@ -152,40 +158,22 @@ class FinetuneMethod(SupervisedMethod):
         self.ema.update(self.encoder, step=int(self.scores.steps))
 
 
-def layer_groups(model: VisionTransformer, layer_decay: float) -> list[dict[str, Any]]:
-    """timm's groups: a layer's learning rate is `layer_decay` to the power of the layers above it."""
-    groups: list[dict[str, Any]] = param_groups_layer_decay(
-        model,
-        weight_decay=1.0,  # a mark: the loop sets the value, in the groups that are decayed
-        no_weight_decay_list=model.no_weight_decay(),
-        layer_decay=layer_decay,
-    )
-    return [group | {"decayed": group["weight_decay"] > 0} for group in groups]
-
-
-def _train(
-    method: FinetuneMethod,
-    task: Task,
-    record: dict[str, Any],
-    workers: int,
-    folder: Path | None,
-    identity: dict[str, Any],
-) -> dict[str, float]:
-    backbone, device, seed = task.backbone, task.device, record["seed"]
-    size, channels = backbone.architecture.image_size, backbone.architecture.in_chans
+def _train(method: FinetuneMethod, task: Task, record: dict[str, Any], **resume: Any) -> dict[str, float]:
+    seed, workers, architecture = record["seed"], task.settings.workers, task.backbone.architecture
+    mean, std, size = task.backbone.mean, task.backbone.std, architecture.image_size
     erase = Erasing(record["erasing"], seed=seed)
-    crop: dict[str, Any] = {"image_size": size, "resize": record["resize"], "mean": backbone.mean, "std": backbone.std}
+    test = task.data.test
+    assert test is not None
+    how: dict[str, Any] = {"image_size": size, "resize": record["resize"], "mean": mean, "std": std, "workers": workers}
 
     def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.labels is not None
-        images = to_float(batch.views[0], backbone.mean, backbone.std)
-        return as_channels(erase(images, epoch=batch.epoch, indices=batch.indices), channels), batch.labels
+        images = erase(to_float(batch.views[0], mean, std), epoch=batch.epoch, indices=batch.indices)
+        return as_channels(images, architecture.in_chans), batch.labels
 
     def evaluator(encoder: nn.Module) -> Iterator[tuple[str, float]]:
-        assert task.data.test is not None
         for prefix, network in (("", encoder), ("ema_", method.ema.module)):
-            # the output of a classifier is its logits
-            logits = extract(network, task.data.test, **crop, device=device, workers=workers)
+            logits = extract(network, test, **how, device=task.device)  # the output of a classifier is its logits
             assert logits.labels is not None
             yield from top_accuracies(logits.vectors, logits.labels, prefix).items()
         method.tested = len(logits.vectors)
@@ -193,21 +181,15 @@ def _train(
     return fit(
         method,
         task.data.train,
-        TimmAugmentation(size, rand_augment=record["rand_augment"], mean=backbone.mean, seed=seed),
+        TimmAugmentation(size, rand_augment=record["rand_augment"], mean=mean, seed=seed),
         prepare=prepare,
         evaluator=evaluator,
         optimizer=torch.optim.AdamW(layer_groups(method.encoder, record["layer_decay"]), lr=0.0),
-        lr=record["lr"],
-        min_lr=record["min_lr"],
-        warmup=lambda steps: record["warmup_epochs"] / record["epochs"],
-        weight_decay=record["weight_decay"],
-        batch_size=record["batch_size"],
-        epochs=record["epochs"],
-        seed=seed,
-        device=device,
+        device=task.device,
         workers=workers,
-        folder=folder,
-        identity=identity,
+        warmup=lambda steps: record["warmup_epochs"] / record["epochs"],
+        **{name: record[name] for name in ("lr", "min_lr", "weight_decay", "batch_size", "epochs", "seed")},
+        **resume,
     )
 
 

@@ -39,7 +39,7 @@ def knn(settings: Knn, backbone: Backbone | None = None) -> Result:
         leave_one_out = data.test is None
         if settings.k:
             check_ks(settings.k, len(data.train) - int(leave_one_out))  # before the long part
-        extractor = task.extractor(settings)
+        extractor = task.extractor()
         bank = extractor.features(data.train)
         queries = bank if data.test is None else extractor.features(data.test)
         assert bank.labels is not None and queries.labels is not None
@@ -154,18 +154,16 @@ def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return found.values, members.gather(1, found.indices)
 
 
-def fitting_ks(available: int, ks: Sequence[int] = USUAL_KS) -> tuple[int, ...]:
+def fitting_ks(available: int) -> tuple[int, ...]:
     """Those of the usual k that `available` voters allow; all voters where even the smallest is too many."""
-    return tuple(k for k in ks if k <= available) or (available,)
+    return tuple(k for k in USUAL_KS if k <= available) or (available,)
 
 
 def check_ks(ks: Sequence[int], available: int) -> None:
     if not ks:
         raise ValueError("ks is empty; give at least one k, such as 20")
     for k in ks:
-        if k < 1:
-            raise ValueError(f"k is {k}; it must be at least 1")
-        if k > available:
+        if not 1 <= k <= available:
             raise ValueError(
-                f"k is {k}, but only {available} labeled images can vote; use a k up to {available}, or more images"
+                f"k is {k}, but only {available} labeled images can vote; use a k from 1 to {available}, or more images"
             )

@@ -49,7 +49,7 @@ def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
     with open_task(settings, backbone, needs_test=True, many_passes=not fast) as task:
         data = task.data
         assert data.test is not None
-        extractor = task.extractor(settings)
+        extractor = task.extractor()
         test = extractor.features(data.test)
         if fast:
             metrics, record, details = _fast(settings, extractor, data, test)
@@ -84,21 +84,16 @@ class LinearMethod(SupervisedMethod):
 
 
 def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Features) -> Outcome:
-    backbone, data, device = task.backbone, task.data, task.device
-    size, seed = extractor.image_size, settings.seed
-    epochs, lr = settings.epochs or EPOCHS, settings.lr or LR
-    batch_size = settings.batch_size or usual_batch(size, len(data.train), multiple=distributed.world_size())
-    record: dict[str, Any] = {
-        "epochs": float(epochs),
-        "lr": lr,
-        "batch": batch_size,
-        "optimizer": "SGD, Nesterov momentum 0.9, cosine, no weight decay",
-        "augmentation": f"random resized crop {CROP_AREA[0]:g}…{CROP_AREA[1]:g}, flip",
+    backbone, data, device, size = task.backbone, task.data, task.device, extractor.image_size
+    plan: dict[str, Any] = {
+        "epochs": float(settings.epochs or EPOCHS),
+        "lr": settings.lr or LR,
+        "batch_size": settings.batch_size or usual_batch(size, len(data.train), multiple=distributed.world_size()),
+        "seed": settings.seed,
     }
-    crop = {"image_size": size, "resize": extractor.resize}
-    identity = task.identity(record | crop | {"seed": seed, "pool": settings.pool})
+    identity = task.identity(plan | {"image_size": size, "resize": extractor.resize, "pool": settings.pool})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(settings.seed)
         method = LinearMethod(backbone.encoder(), data.classes, settings.pool).to(device)
     groups = [{"params": list(method.head.parameters()), "decayed": False}]
     labels = test.labels
@@ -116,20 +111,24 @@ def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Feat
     last = fit(
         method,
         data.train,
-        Views([View(size, CROP_AREA, flip=0.5, jitter=0.0, gray=0.0, blur=0.0)], seed=seed),
+        Views([View(size, CROP_AREA, flip=0.5, jitter=0.0, gray=0.0, blur=0.0)], seed=settings.seed),
         prepare=prepare,
         evaluator=evaluator,
-        optimizer=torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
-        lr=lr,
-        batch_size=batch_size,
-        epochs=epochs,
-        seed=seed,
-        device=device,
-        workers=settings.workers,
+        optimizer=torch.optim.SGD(groups, lr=plan["lr"], momentum=0.9, nesterov=True),
         folder=work_folder(task.out, "linear", identity),
         identity=identity,
+        device=device,
+        workers=settings.workers,
+        **plan,
     )
     metrics = {name: value for name, value in last.items() if name in ("top1", "top5", "best_top1")}
+    record = {
+        "epochs": plan["epochs"],
+        "lr": plan["lr"],
+        "batch": plan["batch_size"],
+        "optimizer": "SGD, Nesterov momentum 0.9, cosine, no weight decay",
+        "augmentation": f"random resized crop {CROP_AREA[0]:g}…{CROP_AREA[1]:g}, flip",
+    }
     return metrics, record, {"best_epoch": last["best_top1_epoch"]}
 
 

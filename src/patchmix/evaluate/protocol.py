@@ -3,12 +3,14 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
 from patchmix import distributed
@@ -33,15 +35,16 @@ from patchmix.train.loop import Evaluator, Plan, train
 class Task:
     """An encoder and labeled data to evaluate it on. Results go to the folder `out`, if any."""
 
+    settings: Knn | Linear | Finetune
     backbone: Backbone
     digest: str  # of the weights
     data: Labeled
-    data_name: str
     device: torch.device
     out: Path | None
 
-    def extractor(self, settings: Knn | Linear) -> FeatureExtractor:
-        options = {name: getattr(settings, name) for name in ("pool", "resize", "workers", "cache")}
+    def extractor(self) -> FeatureExtractor:
+        """For protocols on frozen features."""
+        options = {name: getattr(self.settings, name) for name in ("pool", "resize", "workers", "cache")}
         return FeatureExtractor(self.backbone, self.device, **options)
 
     def identity(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +65,7 @@ class Task:
         details: dict[str, Any] | None = None,
     ) -> Result:
         """The result, also written to results.jsonl; every process gets it."""
-        origin = self.data_name, self.data.fingerprint(), encoder_name(self.backbone), self.digest
+        origin = str(self.settings.data), self.data.fingerprint(), encoder_name(self.backbone), self.digest
         result = Result(protocol, metrics, images, *origin, settings, details or {})
         if self.out is not None and distributed.is_main():
             append_result(self.out, result)
@@ -85,7 +88,7 @@ def open_task(
             out = results_folder(settings.weights, settings.out)
         data = open_labeled(settings.data, many_passes=many_passes)
         data = data.with_test() if needs_test else data
-        yield Task(backbone, backbone.digest(), data, str(settings.data), device, out)
+        yield Task(settings, backbone, backbone.digest(), data, device, out)
 
 
 def results_folder(weights: str | Path, out: Path | None) -> Path | None:
@@ -144,20 +147,20 @@ def fit(
     prepare: Callable[[Batch], Any],
     evaluator: Evaluator,
     optimizer: torch.optim.Optimizer,
+    folder: Path | None,
+    identity: dict[str, Any],
+    device: torch.device,
+    workers: int,
+    seed: int,
+    epochs: float,
+    batch_size: int,
+    accumulate: int = 1,
     lr: float,
     min_lr: float = 0.0,
     warmup: Callable[[int], float] = lambda steps: 0.0,
     weight_decay: float = 0.0,
     clip_grad: float = 0.0,
-    batch_size: int,
-    accumulate: int = 1,
-    epochs: float,
     evaluate_every: float = 1.0,
-    seed: int,
-    device: torch.device,
-    workers: int,
-    folder: Path | None,
-    identity: Mapping[str, Any],
 ) -> dict[str, float]:
     """Trains to the end and returns the evaluator's last values, with the best of each score and its epoch.
 
@@ -165,27 +168,18 @@ def fit(
     With a `folder`, checkpoints are kept there, and a call with the same `identity` goes on where one was stopped;
     two at a time in one folder are refused.
     """
-    loader = Loader(
-        source,
-        transform,
-        batch_size=batch_size,
-        seed=seed,
-        workers=workers,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
-        accumulate=accumulate,
-        pin_memory=device.type == "cuda",
-    )
+    rank, world_size, pin_memory = distributed.rank(), distributed.world_size(), device.type == "cuda"
+    order: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate, "seed": seed}
+    shared: dict[str, Any] = {"rank": rank, "world_size": world_size, "workers": workers, "pin_memory": pin_memory}
+    loader = Loader(source, transform, **order, **shared)
     steps = max(1, round(epochs * loader.steps_per_epoch))
     plan = Plan(
+        **order,
+        epochs=epochs,
         lr=WarmupCosine(lr, min_lr, warmup=warmup(steps), step=1.0 / steps),
         weight_decay=lambda progress: weight_decay,
-        batch_size=batch_size,
-        epochs=epochs,
-        accumulate=accumulate,
         clip_grad=clip_grad,
         autocast=autocast_dtype(device),
-        seed=seed,
         monitor_every=evaluate_every,
     )
 
@@ -193,31 +187,40 @@ def fit(
         if values := dict(evaluator(encoder)):
             yield from method.scores.note(values, loader.steps_per_epoch)
 
-    parts: dict[str, Any] = {"optimizer": optimizer, "device": device, "prepare": prepare, "evaluators": [evaluate]}
+    with _log_and_checkpoints(folder, identity) as parts:
+        return train(
+            method, loader, plan, optimizer=optimizer, device=device, prepare=prepare, evaluators=[evaluate], **parts
+        )
+
+
+@contextmanager
+def _log_and_checkpoints(folder: Path | None, identity: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What `train` takes to log and save in `folder`, to go on from its last checkpoint, and to be alone in it."""
     with run_lock(folder) if folder is not None and distributed.is_main() else nullcontext():
-        return _train(method, loader, plan, folder, dict(identity), parts)
-
-
-def _train(
-    method: Method, loader: Loader, plan: Plan, folder: Path | None, identity: dict[str, Any], parts: dict[str, Any]
-) -> dict[str, float]:
-    """`train` with a log and checkpoints in `folder`, from the last checkpoint if there is one."""
-    checkpoints, state = None, None
-    if folder is not None:
-        checkpoints = Checkpoints(folder / "checkpoints")
-        if checkpoints.last is not None:
+        checkpoints = None if folder is None else Checkpoints(folder / "checkpoints")
+        state: dict[str, Any] | None = None
+        if checkpoints is not None and checkpoints.last is not None:
             state = load_checkpoint(checkpoints.last)
             if state.get("identity") != identity:
                 raise ValueError(f"{checkpoints.last} belongs to another evaluation; remove {folder} to start anew")
-    distributed.barrier()  # nobody writes before everybody has read
-    if folder is not None and distributed.is_main():
-        write_text(folder / "settings.json", json.dumps(identity, indent=2) + "\n")
-    log = RunLog(folder if distributed.is_main() else None, step=int(state["step"]) if state else 0)
-    saved: dict[str, Any] = {"checkpoints": checkpoints, "resume_from": state, "extra_state": {"identity": identity}}
-    try:
-        return train(method, loader, plan, **parts, **saved, log=log, on_bad_sample=BadSamples(log))
-    finally:
-        log.close()
+        distributed.barrier()  # nobody writes before everybody has read
+        if folder is not None and distributed.is_main():
+            write_text(folder / "settings.json", json.dumps(identity, indent=2) + "\n")
+        log = RunLog(folder if distributed.is_main() else None, step=int(state["step"]) if state else 0)
+        with closing(log):
+            saved = {"checkpoints": checkpoints, "resume_from": state, "extra_state": {"identity": identity}}
+            yield {**saved, "log": log, "on_bad_sample": BadSamples(log)}
+
+
+def layer_groups(encoder: VisionTransformer, layer_decay: float) -> list[dict[str, Any]]:
+    """timm's groups: a layer's learning rate is `layer_decay` to the power of the layers above it."""
+    groups: list[dict[str, Any]] = param_groups_layer_decay(
+        encoder,
+        weight_decay=1.0,  # a mark: the loop sets the value, in the groups that are decayed
+        no_weight_decay_list=encoder.no_weight_decay(),
+        layer_decay=layer_decay,
+    )
+    return [group | {"decayed": group["weight_decay"] > 0} for group in groups]
 
 
 def work_folder(out: Path | None, protocol: str, identity: Mapping[str, Any]) -> Path | None:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from patchmix.evaluate.detection.coco import CocoImages, mask_of, open_split
 from patchmix.evaluate.detection.inference import detect_all, gather_text
+from patchmix.evaluate.detection.model import DetectorFile, Shape
 from patchmix.evaluate.detection.scoring import score
+from patchmix.interop.backbone import Architecture
 
 CPU = torch.device("cpu")
 
@@ -51,9 +53,11 @@ class Knowing(nn.Module):
         return answers
 
 
-def found(source: CocoImages, **options: Any) -> list[dict[str, Any]]:
+def found(source: CocoImages, image_size: int, **options: Any) -> list[dict[str, Any]]:
     detector: Any = Knowing(source).train()
-    entries = detect_all(detector, source, mean=(0.5,) * 3, std=(0.5,) * 3, device=CPU, **options)
+    vit, shape = Architecture("vit_tiny_patch16_32", 32, 16, 3, 24, 4, 3), Shape(image_size=image_size)
+    file = DetectorFile(vit, shape, source.categories, {}, mean=(0.5,) * 3, std=(0.5,) * 3)
+    entries = detect_all(detector, file, source, device=CPU, **options)
     assert detector.training, "the detector goes back to the mode that it was in"
     return entries
 

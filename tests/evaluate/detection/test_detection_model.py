@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from patchmix.evaluate.detection.coco import Category
 from patchmix.evaluate.detection.model import (
     Detector,
     DetectorFile,
@@ -194,7 +193,7 @@ def test_the_defaults_of_a_shape_are_those_of_the_settings() -> None:
 
 
 def detector_file(file: Backbone) -> DetectorFile:
-    classes = (Category(3, "disc"), Category(7, "rectangle"), Category(90, "Ω"))
+    classes = {3: "disc", 7: "rectangle", 90: "Ω"}
     return DetectorFile(
         file.architecture, SMALL, classes, small_detector(file).state_dict(), (0.1, 0.2, 0.3), file.std, {"a": 1}
     )

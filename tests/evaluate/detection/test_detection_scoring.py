@@ -36,7 +36,7 @@ def truth_as_detections(source: CocoImages) -> list[dict[str, Any]]:
 def disturbed(source: CocoImages) -> list[dict[str, Any]]:
     """The truth with shifted boxes and masks, some of it missing, some wrong classes, random scores."""
     generator = np.random.default_rng(0)
-    ids = [category.id for category in source.categories]
+    ids = list(source.categories)
     entries = []
     for entry in truth_as_detections(source):
         if generator.random() < 0.2:

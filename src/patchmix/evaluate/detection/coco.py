@@ -5,10 +5,9 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import cv2
 import numpy as np
@@ -22,19 +21,6 @@ from patchmix.data.decode import DecodeError, Pixels, decode
 Mask = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class Category:
-    """A class under the id that the annotation file gives it; ids need not be consecutive."""
-
-    id: int
-    name: str
-
-
-def names_of(categories: Sequence[Category]) -> dict[int, str]:
-    """The classes' names by their category ids."""
-    return {category.id: category.name for category in categories}
-
-
 class CocoImages:
     """Images by position with their objects; a `Source` for the loader, and the truth for pycocotools.
 
@@ -46,29 +32,21 @@ class CocoImages:
 
     def __init__(self, folder: Path, annotations: Path) -> None:
         self._folder, self._file = folder, annotations
+        self.name = annotations.name
         dataset = _read(annotations)
-        self.categories = _categories(dataset["categories"], annotations)
-        self._label_of = {category.id: i + 1 for i, category in enumerate(self.categories)}
-        images: list[dict[str, Any]] = dataset["images"]
-        _check_images(images, folder, annotations)
-        _check_once([a.get("id") for a in dataset["annotations"]], "annotation id", annotations)
-        by_id = {entry["id"]: entry for entry in images}
-        objects: dict[int, list[dict[str, Any]]] = {number: [] for number in by_id}
+        if problem := next(_problems(dataset, folder), None):
+            raise ValueError(f"{annotations}: {problem}")
+        names = {category["id"]: category["name"] for category in dataset["categories"]}
+        self.categories: dict[int, str] = dict(sorted(names.items()))
+        self.classes = tuple(self.categories.values())
+        self._label_of = {number: i + 1 for i, number in enumerate(self.categories)}
+        objects: dict[int, list[dict[str, Any]]] = {entry["id"]: [] for entry in dataset["images"]}
         for annotation in dataset["annotations"]:
-            _check(annotation, by_id, self._label_of, annotations)
             objects[annotation["image_id"]].append(annotation)
-        records = [json.dumps([entry, objects[entry["id"]]]).encode() for entry in images]
+        records = [json.dumps([entry, objects[entry["id"]]]).encode() for entry in dataset["images"]]
         self._ends = np.cumsum([len(record) for record in records])
         self._text = np.frombuffer(b"".join(records), np.uint8)
-        self.chosen = np.arange(len(images))
-
-    @property
-    def name(self) -> str:
-        return str(self._file.name)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(category.name for category in self.categories)
+        self.chosen = np.arange(len(records))
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -92,7 +70,7 @@ class CocoImages:
                 pixels = np.ascontiguousarray(raw[:, :, ::-1])
         if pixels.shape[:2] != wanted:
             raise ValueError(
-                f"{key} (image id {entry['id']}) is {pixels.shape[1]} × {pixels.shape[0]} px, but {self._file.name} "
+                f"{key} (image id {entry['id']}) is {pixels.shape[1]} × {pixels.shape[0]} px, but {self.name} "
                 f"says {wanted[1]} × {wanted[0]}; use the annotations that were made for these images"
             )
         return pixels
@@ -118,7 +96,7 @@ class CocoImages:
         """The chosen images and all their annotations; a new object each time, because pycocotools changes it."""
         records = [self._record(i) for i in range(len(self))]
         images, annotations = [entry for entry, _ in records], [one for _, objects in records for one in objects]
-        categories = [vars(category) for category in self.categories]
+        categories = [{"id": number, "name": name} for number, name in self.categories.items()]
         return coco_of({"images": images, "annotations": annotations, "categories": categories})
 
     def _record(self, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -182,7 +160,7 @@ def mask_of(annotation: dict[str, Any], height: int, width: int) -> Mask:
         ) from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, list[dict[str, Any]]]:
     try:
         dataset = json.loads(path.read_bytes())
     except OSError as error:
@@ -196,87 +174,74 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(dataset)
 
 
-def _categories(entries: Sequence[dict[str, Any]], path: Path) -> tuple[Category, ...]:
-    for entry in entries:
-        if not isinstance(entry.get("id"), int) or not isinstance(entry.get("name"), str):
-            raise ValueError(f"{path}: category {entry} needs a whole number 'id' and a 'name'")
-    if len({entry["id"] for entry in entries}) < len(entries) or not entries:
-        raise ValueError(f"{path}: category ids must be given, each once; repair the file")
-    return tuple(sorted((Category(entry["id"], entry["name"]) for entry in entries), key=lambda c: c.id))
-
-
-def _check_images(images: Sequence[dict[str, Any]], folder: Path, path: Path) -> None:
+def _problems(dataset: dict[str, list[dict[str, Any]]], folder: Path) -> Iterator[str]:
+    """What is wrong with an annotation file, image by image; fills in `iscrowd` and `area` where they are missing."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; it should hold the images that {path.name} lists")
-    if not images:
-        raise ValueError(f"{path} lists no images; give a file with at least one")
+        yield f"{folder} is not a folder; it should hold the images that the file lists"
+    for kind, needs in (("categories", "name"), ("images", "file_name"), ("annotations", None)):
+        yield from _wrong_ids(kind, dataset[kind], needs)
+    images = {entry["id"]: entry for entry in dataset["images"]}
+    categories = {entry["id"] for entry in dataset["categories"]}
     present = {file.name for file in folder.iterdir()}
-    for entry in images:
-        number, name = entry.get("id"), entry.get("file_name")
-        if not isinstance(number, int) or not isinstance(name, str):
-            raise ValueError(f"{path}: image {entry} needs a whole number 'id' and a 'file_name'")
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{path}: image {number} has file_name {name!r}; it must lie below the image folder")
+    for number, entry in images.items():
+        name = entry["file_name"]
         for side in ("height", "width"):
             if not isinstance(entry.get(side), int) or entry[side] < 1:
-                size = f"has {side} {entry.get(side)}; it must be 1 or more"
-                raise ValueError(f"{path}: {name} (image id {number}) {size}")
+                yield f"{name} (image id {number}) has {side} {entry.get(side)}; it must be 1 or more"
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            yield f"image {number} has file_name {name!r}; it must lie below the image folder"
         if name not in present and not (folder / name).is_file():
-            where = f"{folder / name} (image id {number} in {path.name})"
-            raise ValueError(f"{where} does not exist; is this the right image folder?")
-    _check_once([entry["id"] for entry in images], "image id", path)
+            yield f"{folder / name} (image id {number}) does not exist; is this the right image folder?"
+    for annotation in dataset["annotations"]:
+        number, image_id = annotation["id"], annotation.get("image_id")
+        if image_id not in images:
+            yield f"annotation {number} is for image id {image_id}, which is not in its images"
+        entry = images[image_id]
+        if wrong := _wrong_object(annotation, entry, categories):
+            yield f"annotation {number} of {entry['file_name']} (image id {image_id}) {wrong}"
+        annotation.setdefault("iscrowd", 0)
+        if "area" not in annotation:
+            annotation["area"] = float(mask_of(annotation, entry["height"], entry["width"]).sum())
 
 
-def _check_once(ids: Sequence[Any], what: str, path: Path) -> None:
+def _wrong_ids(kind: str, entries: Sequence[dict[str, Any]], needs: str | None) -> Iterator[str]:
+    """Entries without an id of their own, or without the name that they need."""
+    if not entries and needs:
+        yield f"the file lists no {kind}; give one with at least one"
     seen = set()
-    for one in ids:
-        if not isinstance(one, int):
-            raise ValueError(f"{path}: {what} {one!r} must be a whole number")
-        if one in seen:
-            raise ValueError(f"{path}: {what} {one} occurs twice; ids must differ")
-        seen.add(one)
+    for entry in entries:
+        if not isinstance(entry.get("id"), int) or (needs and not isinstance(entry.get(needs), str)):
+            yield f"{str(entry)[:200]} in {kind} needs a whole number 'id'" + (f" and a {needs!r}" if needs else "")
+        if entry["id"] in seen:
+            yield f"id {entry['id']} occurs twice in {kind}; ids must differ"
+        seen.add(entry["id"])
 
 
-def _check(annotation: dict[str, Any], images: dict[int, Any], labels: dict[int, int], path: Path) -> None:
-    """Names the image where something is wrong; fills in `iscrowd` and `area` where they are missing."""
-    number, image_id = annotation["id"], annotation.get("image_id")
-    if image_id not in images:
-        raise ValueError(f"{path}: annotation {number} is for image id {image_id}, which is not in its images")
-    entry = images[image_id]
-    where = f"{path}: annotation {number} of {entry['file_name']} (image id {image_id})"
-    if annotation.get("category_id") not in labels:
-        raise ValueError(f"{where} has category {annotation.get('category_id')}, which is not in its categories")
-    box = annotation.get("bbox")
-    numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(v, int | float) for v in box)
-    if not numbers or not all(math.isfinite(v) for v in box or []):
-        raise ValueError(f"{where} has bbox {box}; expected four numbers: x, y, width, height")
-    if wrong := _wrong_shape(annotation.get("segmentation"), entry):
-        raise ValueError(f"{where} {wrong}")
-    annotation.setdefault("iscrowd", 0)
-    if "area" not in annotation:
-        annotation["area"] = float(mask_of(annotation, entry["height"], entry["width"]).sum())
-
-
-def _wrong_shape(shape: Any, entry: dict[str, Any]) -> str | None:
-    """What is wrong with a segmentation, or None."""
+def _wrong_object(annotation: dict[str, Any], entry: dict[str, Any], categories: set[int]) -> str | None:
+    """What is wrong with an object of the image `entry`, or None."""
+    if annotation.get("category_id") not in categories:
+        return f"has category {annotation.get('category_id')}, which is not in its categories"
+    box, shape = annotation.get("bbox"), annotation.get("segmentation")
+    if not _numbers(box) or len(box) != 4:
+        return f"has bbox {box}; expected four numbers: x, y, width, height"
     if isinstance(shape, list) and shape:
-        for polygon in shape:
-            if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2:
-                return "has a polygon that is not a list of at least three points x, y"
-            if not all(isinstance(v, int | float) and math.isfinite(v) for v in polygon):
-                return "has a polygon with something other than numbers"
-        return None
-    if isinstance(shape, dict):
-        size = [entry["height"], entry["width"]]
-        if shape.get("size") != size:
-            return f"has a mask of size {shape.get('size')}, the image is {size}"
-        counts = shape.get("counts")
-        if isinstance(counts, list) and sum(counts) != size[0] * size[1]:
-            return f"has a mask whose runs sum to {sum(counts)} px, the image has {size[0] * size[1]}"
+        if not all(_numbers(polygon) and len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in shape):
+            return "has a polygon that is not a list of numbers x, y of at least three points"
+    elif isinstance(shape, dict):
+        height, width, counts = entry["height"], entry["width"], shape.get("counts")
+        if shape.get("size") != [height, width]:
+            return f"has a mask of size {shape.get('size')}, the image is {[height, width]}"
         if not isinstance(counts, list | str):
             return "has a mask without counts"
-        return None
-    return "has no segmentation; Mask R-CNN learns masks, so every object needs one"
+        if isinstance(counts, list) and sum(counts) != height * width:
+            return f"has a mask whose runs sum to {sum(counts)} px, the image has {height * width}"
+    else:
+        return "has no segmentation; Mask R-CNN learns masks, so every object needs one"
+    return None
+
+
+def _numbers(values: Any) -> TypeGuard[list[float]]:
+    return isinstance(values, list) and all(isinstance(v, int | float) and math.isfinite(v) for v in values)
 
 
 def _has_area(box: Sequence[float], entry: dict[str, Any]) -> bool:

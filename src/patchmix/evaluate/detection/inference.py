@@ -18,8 +18,8 @@ from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode
 from patchmix.data.loader import one_pass
 from patchmix.data.views import to_float
 from patchmix.device import autocast_dtype, resolve_device
-from patchmix.evaluate.detection.coco import Category, CocoImages, mask_of, names_of
-from patchmix.evaluate.detection.model import Detection, Detector, load_detector
+from patchmix.evaluate.detection.coco import CocoImages, mask_of
+from patchmix.evaluate.detection.model import Detection, Detector, DetectorFile, load_detector
 from patchmix.evaluate.detection.views import FittedViews
 from patchmix.evaluate.features import gather_rows
 from patchmix.files import write_text, writing
@@ -32,59 +32,48 @@ _GOLDEN = 0.618033988749895  # steps of the golden ratio keep neighboring hues a
 _GAP = 8  # px between two pictures
 
 
-@torch.no_grad()
 def detect_all(
     detector: Detector,
+    file: DetectorFile,
     source: CocoImages,
     *,
-    image_size: int,
-    mean: Sequence[float],
-    std: Sequence[float],
     device: torch.device,
     batch_size: int = 1,
     workers: int = 0,
 ) -> list[Entry]:
-    """The detections in every image of `source`, in its order, on every process.
+    """The detections in every image of `source`, in its order, on every process; `file` says how to prepare images.
 
     An image that can't be read is an error, not a gap: it would change what the numbers mean.
     """
     was_training = detector.training
     detector.eval()
-    lines: list[str] = []
+    rows: list[tuple[int, list[Entry]]] = []  # position of an image, and its detections
     errors: list[str] = []
-    share = {"rank": distributed.rank(), "world_size": distributed.world_size()}
-    views = FittedViews(size=image_size, mean=mean)
+    rank, world_size = distributed.rank(), distributed.world_size()
+    work = {"batch_size": batch_size, "workers": workers, "rank": rank, "world_size": world_size}
     try:
-        with progress_bar("detection", -(-len(source) // share["world_size"]), distributed.is_main()) as advance:
-            for batch in one_pass(source, views, batch_size=batch_size, workers=workers, **share):
+        with progress_bar("detection", -(-len(source) // world_size), rank == 0) as advance:
+            for batch in one_pass(source, FittedViews(size=file.shape.image_size, mean=file.mean), **work):
                 errors += batch.bad
-                detections = detect_batch(detector, batch.views, source.categories, mean=mean, std=std, device=device)
-                for index, entries in zip(batch.indices.tolist(), detections, strict=True):
-                    image_id = source.entry(index)["id"]
-                    named = [entry | {"image_id": image_id} for entry in entries]
-                    lines.append(json.dumps({"index": index, "entries": named}))
+                detections = detect_batch(detector, file, batch.views, device)
+                rows += zip(batch.indices.tolist(), detections, strict=True)
                 advance(len(detections))
     except ValueError as error:  # raised on all processes below: the others would wait for this one
         errors.append(str(error))
     finally:
         detector.train(was_training)
-    lines += [json.dumps({"error": error}) for error in errors]
-    gathered = [json.loads(line) for line in gather_text("\n".join(lines), device).splitlines() if line]
-    if failed := [row["error"] for row in gathered if "error" in row]:
+    lines = gather_text(json.dumps([rows, errors]), device).split("\n")
+    parts = [json.loads(line) for line in lines if line]
+    if failed := [error for _, errors in parts for error in errors]:
         raise ValueError(f"{min(failed)}; evaluation needs every image of {source.name}")
-    assert [row["index"] for row in gathered] == list(range(len(source))), "an image was lost or seen twice"
-    return [entry for row in gathered for entry in row["entries"]]
+    gathered = [row for rows, _ in parts for row in rows]
+    assert [index for index, _ in gathered] == list(range(len(source))), "an image was lost or seen twice"
+    return [entry | {"image_id": source.entry(index)["id"]} for index, entries in gathered for entry in entries]
 
 
 @torch.no_grad()
 def detect_batch(
-    detector: Detector,
-    views: Sequence[Tensor],
-    categories: Sequence[Category],
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
-    device: torch.device,
+    detector: Detector, file: DetectorFile, views: Sequence[Tensor], device: torch.device
 ) -> list[list[Entry]]:
     """What `FittedViews` made → for each image its detections, best first, in the original image's pixels."""
     pixels, sizes = views
@@ -93,12 +82,13 @@ def detect_batch(
     visible = [(int(row[0]), int(row[1])) for row in sizes.tolist()]
     autocast = autocast_dtype(device)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        detections = detector(to_float(pixels.to(device), mean, std), visible)
+        detections = detector(to_float(pixels.to(device), file.mean, file.std), visible)
     assert isinstance(detections, list)
+    categories = list(file.categories)
     return [_entries(one, row, categories) for one, row in zip(detections, sizes.tolist(), strict=True)]
 
 
-def _entries(detection: Detection, size: Sequence[int], categories: Sequence[Category]) -> list[Entry]:
+def _entries(detection: Detection, size: Sequence[int], categories: Sequence[int]) -> list[Entry]:
     seen_height, seen_width, height, width = size
     boxes = detection["boxes"].float().cpu()
     boxes = boxes / torch.tensor([seen_width, seen_height] * 2) * torch.tensor([width, height] * 2)
@@ -111,7 +101,7 @@ def _entries(detection: Detection, size: Sequence[int], categories: Sequence[Cat
         x0, y0, x1, y1 = box.tolist()
         entries.append(
             {
-                "category_id": categories[label - 1].id,
+                "category_id": categories[label - 1],
                 "bbox": [round(value, 3) for value in (x0, y0, x1 - x0, y1 - y0)],
                 "score": round(score, 7),
                 "segmentation": {"size": [height, width], "counts": coded["counts"].decode()},
@@ -128,29 +118,31 @@ def gather_text(text: str, device: torch.device) -> str:
     return gather_rows(rows, device).numpy().tobytes().decode()
 
 
-@torch.no_grad()
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+
 def predict(settings: Detect) -> list[Path]:
     """Draws detections on images: for each image a PNG file in `out`, and predictions.json with all detections."""
     file, out = load_detector(Path(settings.weights)), settings.out or Path("predictions")
     device = resolve_device(settings.device)
-    network = file.detector().to(device)
+    detector = file.detector().to(device)
     views = FittedViews(size=file.shape.image_size, mean=file.mean)
-    names = names_of(file.categories)
     listed, written = [], list[Path]()
     for path in _image_files(settings.predict):
         try:
             pixels = decode(path.read_bytes(), str(path))
-        except OSError as error:
-            raise ValueError(f"{path} can't be read ({error.strerror}); give image files or folders") from error
-        except DecodeError as error:
+        except (OSError, DecodeError) as error:
             raise ValueError(f"{error}; give image files or folders") from error
         made = [torch.from_numpy(array) for array in views([pixels], epoch=0, indices=np.zeros(1, np.int64))]
-        detections = detect_batch(network, made, file.categories, mean=file.mean, std=file.std, device=device)[0]
-        kept = [one for one in detections if one["score"] >= settings.threshold]
-        written.append(_free_name(out, path.stem, written))
-        write_picture(written[-1], draw(pixels, kept, names))
-        objects = [one | {"name": names[one["category_id"]]} for one in kept]
-        listed.append({"image": str(path), "picture": written[-1].name, "objects": objects})
+        kept = [one for one in detect_batch(detector, file, made, device)[0] if one["score"] >= settings.threshold]
+        picture, number = out / f"{path.stem}.png", 1
+        while picture in written:  # images of one name, from several folders
+            number += 1
+            picture = out / f"{path.stem}-{number}.png"
+        write_picture(picture, draw(pixels, kept, file.categories))
+        written.append(picture)
+        objects = [one | {"name": file.categories[one["category_id"]]} for one in kept]
+        listed.append({"image": str(path), "picture": picture.name, "objects": objects})
     write_text(out / "predictions.json", json.dumps(listed, indent=1, ensure_ascii=False) + "\n")
     return written
 
@@ -159,27 +151,13 @@ def _image_files(images: Sequence[Path]) -> list[Path]:
     """Files, and all images in folders, however deep."""
     files: list[Path] = []
     for path in images:
-        if path.is_dir():
-            files += sorted(one for one in path.rglob("*") if one.suffix.lower() in EXTENSIONS)
-        elif path.is_file():
-            files.append(path)
-        else:
+        if not path.exists():
             raise ValueError(f"{path} does not exist; give image files or folders")
+        inside = sorted(one for one in path.rglob("*") if one.suffix.lower() in EXTENSIONS)
+        files += inside if path.is_dir() else [path]
     if not files:
         raise ValueError("there are no images to show; give image files, or a folder that holds some")
     return files
-
-
-def _free_name(out: Path, stem: str, taken: Sequence[Path]) -> Path:
-    """Two images of one name, from two folders, get two pictures."""
-    path, number = out / f"{stem}.png", 1
-    while path in taken:
-        number += 1
-        path = out / f"{stem}-{number}.png"
-    return path
-
-
-# ----------------------------------------------------------------------------------------------------------- pictures
 
 
 def draw(image: Pixels, entries: Sequence[Entry], names: Mapping[int, str]) -> Pixels:
@@ -208,14 +186,12 @@ def beside_truth(image: Pixels, truth: Sequence[Entry], found: Sequence[Entry], 
     return np.concatenate([draw(image, truth, names), gap, draw(image, found, names)], axis=1)
 
 
-def save_pictures(
-    folder: Path, source: CocoImages, entries: Sequence[Entry], *, count: int, threshold: float = 0.5
-) -> None:
-    """The first `count` images of `source`, detections of at least `threshold` beside the truth, as PNG files."""
+def save_pictures(folder: Path, source: CocoImages, entries: Sequence[Entry], *, count: int) -> None:
+    """The first `count` images of `source`, detections with scores from 0.5 beside the truth, as PNG files."""
     for index in range(min(count, len(source))):
         entry = source.entry(index)
-        found = [one for one in entries if one["image_id"] == entry["id"] and one["score"] >= threshold]
-        picture = beside_truth(source.load(index), source.annotations(index), found, names_of(source.categories))
+        found = [one for one in entries if one["image_id"] == entry["id"] and one["score"] >= 0.5]
+        picture = beside_truth(source.load(index), source.annotations(index), found, source.categories)
         write_picture(folder / f"{Path(entry['file_name']).stem}.png", picture)
 
 

@@ -20,7 +20,6 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import roi_align
 
 from patchmix.data.views import as_channels
-from patchmix.evaluate.detection.coco import Category
 from patchmix.evaluate.detection.views import Target
 from patchmix.interop.backbone import Architecture, check_weights, digest, save_weights
 from patchmix.interop.importing import read_entries
@@ -161,7 +160,7 @@ class DetectorFile:
 
     architecture: Architecture
     shape: Shape
-    categories: tuple[Category, ...]
+    categories: dict[int, str]  # the classes' names by the ids that the annotation file gives them, in their order
     weights: dict[str, Tensor]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -178,8 +177,9 @@ class DetectorFile:
 
     def header(self) -> str:
         """All but the weights, as JSON."""
-        header = dataclasses.asdict(dataclasses.replace(self, weights={}))
+        header = vars(self) | {"architecture": vars(self.architecture), "shape": vars(self.shape)}
         del header["weights"]
+        header["categories"] = [{"id": number, "name": name} for number, name in self.categories.items()]
         return json.dumps(header, sort_keys=True)
 
     def save(self, path: Path) -> None:
@@ -189,22 +189,21 @@ class DetectorFile:
 def load_detector(path: Path) -> DetectorFile:
     """From detector.safetensors, from the folder that `detect` left, or from a checkpoint of its training (.pt)."""
     file = _file_in(path) if path.is_dir() else path
-    entries, metadata = read_entries(file)
-    if _METADATA in metadata:
-        header, weights = metadata[_METADATA], entries
-    elif isinstance(entries.get("identity"), dict) and "detector" in entries["identity"]:
-        header = entries["identity"]["detector"]
-        tensors = entries["method"].items()  # the detector is what the training method calls its encoder
-        weights = {name[len("encoder.") :]: tensor for name, tensor in tensors if name.startswith("encoder.")}
-    else:
+    weights, metadata = read_entries(file)
+    header = metadata.get(_METADATA)
+    if isinstance(weights.get("identity"), dict):  # the detector is what the training method calls its encoder
+        header = weights["identity"].get("detector")
+        tensors = weights["method"].items()
+        weights = {name.removeprefix("encoder."): tensor for name, tensor in tensors if name.startswith("encoder.")}
+    if header is None:
         raise ValueError(f"{file} is not a detector; give a {FILE} or a checkpoint that `patchmix detect` wrote")
     try:
         parsed = json.loads(header)
         pyramid = parsed["shape"].pop("pyramid", "fpn")  # in files of version 0.1
-        architecture, shape = Architecture(**parsed["architecture"]), Shape(**parsed["shape"])
-        categories = tuple(Category(**category) for category in parsed["categories"])
-        mean, std = tuple(parsed["mean"]), tuple(parsed["std"])
-        detector = DetectorFile(architecture, shape, categories, weights, mean, std, parsed["origin"])
+        parsed |= {"architecture": Architecture(**parsed["architecture"]), "shape": Shape(**parsed["shape"])}
+        parsed |= {"categories": {category["id"]: category["name"] for category in parsed["categories"]}}
+        parsed |= {"mean": tuple(parsed["mean"]), "std": tuple(parsed["std"])}
+        detector = DetectorFile(**parsed, weights=weights)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} has damaged metadata ({error}); use another checkpoint of its training") from error
     if pyramid != "fpn":
@@ -217,9 +216,7 @@ def load_detector(path: Path) -> DetectorFile:
 
 def _file_in(folder: Path) -> Path:
     """detector.safetensors there or in the newest folder below it; else the newest checkpoint."""
-    finished = [folder / FILE, *folder.glob(f"detect-*/{FILE}")]
-    unfinished = [*folder.glob("checkpoints/step-*.pt"), *folder.glob("detect-*/checkpoints/step-*.pt")]
-    for group in (finished, unfinished):
-        if present := [path for path in group if path.is_file()]:
-            return max(present, key=lambda path: path.stat().st_mtime)
+    for name in (FILE, "checkpoints/step-*.pt"):
+        if found := [*folder.glob(name), *folder.glob(f"detect-*/{name}")]:
+            return max(found, key=lambda path: path.stat().st_mtime)
     raise ValueError(f"{folder} holds no detector; train one with `patchmix detect`")

@@ -31,7 +31,9 @@ def score(source: CocoImages, entries: Sequence[Entry]) -> Scores:
     """pycocotools' scores of detections in the images of `source`; all entries count for boxes and for masks."""
     metrics: dict[str, float] = {}
     counts = Counter(a["category_id"] for a in source.truth().dataset["annotations"] if not a["iscrowd"])
-    classes: list[dict[str, Any]] = [vars(c) | {"objects": counts[c.id]} for c in source.categories]
+    classes: list[dict[str, Any]] = [
+        {"id": number, "name": title, "objects": counts[number]} for number, title in source.categories.items()
+    ]
     for name, kind in KINDS.items():
         truth = source.truth()
         with silence():

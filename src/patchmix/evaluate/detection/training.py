@@ -1,7 +1,6 @@
 """Transfer to COCO: Mask R-CNN is trained on a pre-trained ViT, or a trained detector is evaluated."""
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -14,7 +13,8 @@ from patchmix import distributed
 from patchmix.data.loader import Batch
 from patchmix.data.views import to_float
 from patchmix.device import resolve_device
-from patchmix.evaluate.detection.coco import CocoImages, names_of, open_split
+from patchmix.evaluate import protocol
+from patchmix.evaluate.detection.coco import CocoImages, open_split
 from patchmix.evaluate.detection.inference import Entry, detect_all, gather_text, predict, save_pictures
 from patchmix.evaluate.detection.model import (
     FILE,
@@ -27,7 +27,6 @@ from patchmix.evaluate.detection.model import (
 )
 from patchmix.evaluate.detection.scoring import Scores, save_detections, score
 from patchmix.evaluate.detection.views import TrainingViews, unpack
-from patchmix.evaluate.protocol import SupervisedMethod, encoder_name, fit, results_folder, work_folder
 from patchmix.evaluate.results import Result, append_result
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
@@ -67,48 +66,77 @@ def detect(settings: Detect, backbone: Backbone | None = None) -> Result | list[
     device = resolve_device(settings.device)
     with distributed.process_group(device):
         if settings.eval_only:
-            return _evaluate_trained(settings, settings.data, device)
+            return _evaluate_trained(settings, device)
         scratch = backbone is None and settings.weights == "scratch"
-        out = settings.out if scratch or backbone is not None else results_folder(settings.weights, settings.out)
+        out = settings.out if scratch or backbone else protocol.results_folder(settings.weights, settings.out)
         if out is None:
             raise ValueError(f"--out is missing; {settings.weights} has no folder of its own for the results")
         if not scratch and settings.start is not None:
             raise ValueError("a detector brings its own encoder; give either an encoder or a detector to start from")
-        if scratch:
-            backbone = _random_encoder(settings.model, settings.seed)
-        elif backbone is None:
+        if not scratch and backbone is None:
             backbone = load_backbone(settings.weights, encoder=settings.encoder)
-        return _train_and_evaluate(settings, settings.data, backbone, device, out)
+        return _train_and_evaluate(settings, backbone, device, out)
 
 
-def _train_and_evaluate(settings: Detect, data: Path, backbone: Backbone, device: torch.device, out: Path) -> Result:
-    train = open_split(data, settings.train, images=settings.train_images, annotations=settings.train_annotations)
-    val = open_split(data, settings.val, images=settings.val_images, annotations=settings.val_annotations)
+def _open(settings: Detect, split: str) -> CocoImages:
+    """The images of the "train" or "val" split; there must be objects in them."""
+    assert settings.data is not None
+    names = {name: getattr(settings, f"{split}_{name}") for name in ("images", "annotations")}
+    source = open_split(settings.data, getattr(settings, split), **names)
+    learned = source.with_objects()
+    return learned if split == "train" else source
+
+
+def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: torch.device, out: Path) -> Result:
+    train, val = _open(settings, "train"), _open(settings, "val")
     if train.categories != val.categories:
         raise ValueError(
             f"{train.name} and {val.name} have different classes ({_first_difference(train, val)}); "
             "both must list the same categories"
         )
-    val.with_objects()  # raises where there are none: nothing to evaluate on
-    train = train.with_objects()
-    origin = None if settings.start is None else load_detector(settings.start)
-    file = _new_detector(backbone, origin, train, settings)
-    started = file.digest()
+    file, name, weights = _new_detector(backbone, train, settings)
     record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
     record |= {"scale": list(settings.scale)} | vars(file.shape)
     identity = {
         "settings": record,
         "detector": file.header(),
-        "weights": started,
+        "weights": file.digest(),
         "data": [train.fingerprint(), val.fingerprint()],
     }
-    folder = work_folder(out, "detect", identity)
+    folder = protocol.work_folder(out, "detect", identity)
     assert folder is not None
-    values, detections, trained = _train(file, train, val, settings, device=device, folder=folder, identity=identity)
+    detector = file.detector(**_chosen(settings, "drop_path", "rois_per_image", "recompute"))
+    method = DetectMethod(detector).to(device).train()
+    last: list[Detections] = []
+
+    def prepare(batch: Batch) -> Any:
+        pixels, sizes, targets = unpack(batch.views)
+        return to_float(pixels, file.mean, file.std), sizes, targets
+
+    def evaluator(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+        if int(method.scores.steps) == 0:
+            return  # COCO's 5,000 images take minutes, and an untrained detector finds nothing
+        last[:] = [evaluate(detector, file, val, device, settings.workers)]
+        yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0][1].metrics}.items()
+
+    views = _chosen(settings, "scale", "flip", "seed")
+    plan = _chosen(settings, "lr", "weight_decay", "clip_grad", "batch_size", "accumulate", "epochs")
+    values = protocol.fit(
+        method,
+        train,
+        TrainingViews(train, size=file.shape.image_size, mean=file.mean, **views),
+        prepare=prepare,
+        evaluator=evaluator,
+        optimizer=torch.optim.AdamW(layer_groups(detector, settings.layer_decay), lr=0.0),
+        folder=folder,
+        identity=identity,
+        device=device,
+        warmup=lambda steps: min(settings.warmup_steps, steps // 10) / steps,
+        **plan,
+        **_chosen(settings, "evaluate_every", "workers", "seed"),
+    )
     if distributed.is_main():
-        trained.save(folder / FILE)
-    name = encoder_name(backbone) if origin is None else f"detector {Path(settings.start or '').name}"
-    weights = backbone.digest() if origin is None else started
+        replace(file, weights={key: value.cpu() for key, value in detector.state_dict().items()}).save(folder / FILE)
     record = record | {"train": train.name, "train_images": len(train), "val": val.name}
     details = {
         "detector": str(folder / FILE),
@@ -116,39 +144,46 @@ def _train_and_evaluate(settings: Detect, data: Path, backbone: Backbone, device
         "best_box_ap_epoch": values["best_box_ap_epoch"],
         "best": "chosen on the validation images",
     }
-    return _result(detections, val, settings, folder, out, name, weights, record, details)
+    return _result(settings, val, last[0], (name, weights, record), details, folder, out)
 
 
-def _evaluate_trained(settings: Detect, data: Path, device: torch.device) -> Result:
-    file = load_detector(Path(settings.weights))
-    val = open_split(data, settings.val, images=settings.val_images, annotations=settings.val_annotations)
+def _evaluate_trained(settings: Detect, device: torch.device) -> Result:
+    file, val, out = load_detector(Path(settings.weights)), _open(settings, "val"), settings.out
     if val.categories != file.categories:
         raise ValueError(
             f"{val.name} has other classes than {settings.weights} was trained with "
             f"({_first_difference(val, file)}); evaluate on annotations with the same categories"
         )
-    val.with_objects()
     detections = evaluate(file.detector().to(device), file, val, device, settings.workers)
-    name, record = f"detector {Path(settings.weights).name}", vars(file.shape) | {"val": val.name, "trained": False}
-    out, details = settings.out, {"detector": settings.weights}
-    return _result(detections, val, settings, out, out, name, file.digest(), record, details)
+    record = vars(file.shape) | {"val": val.name, "trained": False}
+    origin = f"detector {Path(settings.weights).name}", file.digest(), record
+    return _result(settings, val, detections, origin, {"detector": settings.weights}, out, out)
+
+
+def evaluate(detector: Detector, file: DetectorFile, val: CocoImages, device: torch.device, workers: int) -> Detections:
+    """Detections and their scores, the same on every process."""
+    entries = detect_all(detector, file, val, device=device, workers=workers)
+    # pycocotools takes minutes for COCO's validation images: one process runs it and sends its scores.
+    text = json.dumps(vars(score(val, entries))) if distributed.is_main() else ""
+    return entries, Scores(**json.loads(gather_text(text, device)))
 
 
 def _result(
-    detections: Detections,
-    val: CocoImages,
     settings: Detect,
+    val: CocoImages,
+    detections: Detections,
+    origin: tuple[str, str, dict[str, Any]],
+    details: dict[str, Any],
     folder: Path | None,
     out: Path | None,
-    encoder: str,
-    weights: str,
-    record: dict[str, Any],
-    details: dict[str, Any],
 ) -> Result:
-    """The result, written to `out`; in `folder` the detections as COCO's result files, and some of them drawn."""
-    entries, scores = detections
-    origin = str(settings.data), val.fingerprint(), encoder, weights
-    result = Result("detect", scores.metrics, len(val), *origin, record, details | {"classes": scores.classes})
+    """The result, written to `out`; in `folder` the detections as COCO's result files, and some of them drawn.
+
+    origin: name and digest of the encoder or detector, and the settings that are recorded.
+    """
+    (entries, scores), (encoder, weights, record) = detections, origin
+    data, details = (str(settings.data), val.fingerprint()), details | {"classes": scores.classes}
+    result = Result("detect", scores.metrics, len(val), *data, encoder, weights, record, details)
     if folder is not None and out is not None and distributed.is_main():
         save_detections(folder, entries)
         save_pictures(folder / "pictures", val, entries, count=settings.pictures)
@@ -157,7 +192,7 @@ def _result(
     return result
 
 
-class DetectMethod(SupervisedMethod):
+class DetectMethod(protocol.SupervisedMethod):
     """A detector that learns from images with objects. Its `encoder`, which is evaluated, is the whole detector."""
 
     encoder: Detector
@@ -175,119 +210,55 @@ class DetectMethod(SupervisedMethod):
 
 
 def layer_groups(detector: Detector, layer_decay: float) -> list[dict[str, Any]]:
-    """The encoder's block i of d learns with `layer_decay`^(d − i) of the learning rate, its embeddings with
-    `layer_decay`^(d + 1), all else with the whole. Norms, biases and embeddings have no weight decay."""
-    depth = len(detector.backbone.tokens.encoder.blocks)
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for name, parameter in detector.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        scale = 1.0
-        inner = name.removeprefix("backbone.tokens.encoder.")
-        if inner != name:
-            block = re.match(r"blocks\.(\d+)\.", inner)
-            scale = layer_decay ** (depth - int(block[1]) if block else depth + 1)
-        decayed = parameter.ndim > 1 and not inner.endswith(("pos_embed", "cls_token", "reg_token"))
-        groups.setdefault((scale, decayed), []).append(parameter)
-    return [
-        {"params": parameters, "weight_decay": 0.0, "lr_scale": scale, "decayed": decayed}
-        for (scale, decayed), parameters in groups.items()
+    """As in fine-tuning; the layers above the encoder learn with the whole learning rate."""
+    encoder = detector.backbone.tokens.encoder
+    groups = protocol.layer_groups(encoder, layer_decay)
+    for group in groups:
+        group["lr_scale"] *= layer_decay  # timm's last layer is the encoder's last block
+    inside = {id(parameter) for parameter in encoder.parameters()}
+    above = [p for p in detector.parameters() if p.requires_grad and id(p) not in inside]
+    return groups + [
+        {"params": [p for p in above if (p.ndim > 1) == decayed], "weight_decay": 0.0, "decayed": decayed}
+        for decayed in (True, False)
     ]
 
 
-def evaluate(detector: Detector, file: DetectorFile, val: CocoImages, device: torch.device, workers: int) -> Detections:
-    """Detections and their scores, the same on every process."""
-    size, mean, std = file.shape.image_size, file.mean, file.std
-    entries = detect_all(detector, val, image_size=size, mean=mean, std=std, device=device, workers=workers)
-    # pycocotools takes minutes for COCO's validation images: one process runs it and sends its scores.
-    text = json.dumps(vars(score(val, entries))) if distributed.is_main() else ""
-    return entries, Scores(**json.loads(gather_text(text, device)))
+def _chosen(settings: Detect, *names: str) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in names}
 
 
-def _train(
-    file: DetectorFile,
-    train: CocoImages,
-    val: CocoImages,
-    settings: Detect,
-    *,
-    device: torch.device,
-    folder: Path,
-    identity: dict[str, Any],
-) -> tuple[dict[str, float], Detections, DetectorFile]:
-    """Trains to the end, from the newest checkpoint in `folder` if there is one; last values, detections, weights."""
-    options = {name: getattr(settings, name) for name in ("drop_path", "rois_per_image", "recompute")}
-    detector = file.detector(**options)
-    method = DetectMethod(detector).to(device).train()
-    last: list[Detections] = []
-
-    def prepare(batch: Batch) -> Any:
-        pixels, sizes, targets = unpack(batch.views)
-        return to_float(pixels, file.mean, file.std), sizes, targets
-
-    def evaluator(detector: nn.Module) -> Iterator[tuple[str, float]]:
-        assert isinstance(detector, Detector)
-        if int(method.scores.steps) == 0:
-            return  # COCO's 5,000 images take minutes, and an untrained detector finds nothing
-        last[:] = [evaluate(detector, file, val, device, settings.workers)]
-        yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0][1].metrics}.items()
-
-    size, seed = file.shape.image_size, settings.seed
-    values = fit(
-        method,
-        train,
-        TrainingViews(train, size=size, scale=settings.scale, flip=settings.flip, mean=file.mean, seed=seed),
-        prepare=prepare,
-        evaluator=evaluator,
-        optimizer=torch.optim.AdamW(layer_groups(detector, settings.layer_decay), lr=0.0),
-        lr=settings.lr,
-        warmup=lambda steps: min(settings.warmup_steps, steps // 10) / steps,
-        weight_decay=settings.weight_decay,
-        clip_grad=settings.clip_grad,
-        batch_size=settings.batch_size,
-        accumulate=settings.accumulate,
-        epochs=settings.epochs,
-        evaluate_every=settings.evaluate_every,
-        seed=seed,
-        device=device,
-        workers=settings.workers,
-        folder=folder,
-        identity=identity,
-    )
-    return values, last[0], replace(file, weights={key: value.cpu() for key, value in detector.state_dict().items()})
-
-
-def _random_encoder(name: str, seed: int) -> Backbone:
-    """For training without pre-training."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder = create_encoder(name)
-    return Backbone(Architecture.of(name, encoder), encoder.state_dict(), origin={"random": True, "seed": seed})
-
-
-def _new_detector(
-    encoder: Backbone, origin: DetectorFile | None, training: CocoImages, settings: Detect
-) -> DetectorFile:
-    """The detector to begin with: the same weights for the same seed, on every process."""
+def _new_detector(backbone: Backbone | None, train: CocoImages, settings: Detect) -> tuple[DetectorFile, str, str]:
+    """The detector to begin with, the same on every process, and the name and digest of what it begins with."""
+    classes = len(train.categories)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        classes = len(training.categories)
-        if origin is None:
-            shape = Shape(**{field.name: getattr(settings, field.name) for field in fields(Shape)})
-            architecture, unit = encoder.architecture, max(32, shape.patch_size or encoder.architecture.patch_size)
-            if shape.image_size % unit:
-                raise ValueError(f"image_size is {shape.image_size}; it must be a multiple of {unit}")
-            fresh = build_detector(architecture, classes, shape, encoder_weights=encoder.weights)
-            return DetectorFile(
-                architecture, shape, training.categories, fresh.state_dict(), encoder.mean, encoder.std, encoder.origin
-            )
-        if origin.categories == training.categories:
-            return replace(origin, origin=origin.origin | {"continued": True})
-        fresh = build_detector(origin.architecture, classes, origin.shape)
-        weights = fresh.state_dict() | without_class_layers(origin.weights)
-        return replace(origin, categories=training.categories, weights=weights)
+        if settings.start is not None:
+            file = load_detector(settings.start)
+            if file.categories == train.categories:
+                file = replace(file, origin=file.origin | {"continued": True})
+            else:
+                weights = build_detector(file.architecture, classes, file.shape).state_dict()
+                weights |= without_class_layers(file.weights)
+                file = replace(file, categories=train.categories, weights=weights)
+            return file, f"detector {settings.start.name}", file.digest()
+        if backbone is None:
+            encoder, origin = create_encoder(settings.model), {"random": True, "seed": settings.seed}
+            backbone = Backbone(Architecture.of(settings.model, encoder), encoder.state_dict(), origin=origin)
+        torch.manual_seed(settings.seed)
+        architecture, shape = (
+            backbone.architecture,
+            Shape(**_chosen(settings, *(field.name for field in fields(Shape)))),
+        )
+        unit = max(32, shape.patch_size or architecture.patch_size)
+        if shape.image_size % unit:
+            raise ValueError(f"image_size is {shape.image_size}; it must be a multiple of {unit}")
+        weights = build_detector(architecture, classes, shape, encoder_weights=backbone.weights).state_dict()
+    normalization = backbone.mean, backbone.std
+    file = DetectorFile(architecture, shape, train.categories, weights, *normalization, backbone.origin)
+    return file, protocol.encoder_name(backbone), backbone.digest()
 
 
 def _first_difference(one: CocoImages | DetectorFile, other: CocoImages | DetectorFile) -> str:
-    left, right = names_of(one.categories), names_of(other.categories)
+    left, right = one.categories, other.categories
     number = min(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
     return f"id {number} is {left.get(number, 'missing')} and {right.get(number, 'missing')}"
