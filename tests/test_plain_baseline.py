@@ -10,7 +10,7 @@ from benchmarks.plain import PlainPatchMix, PlainViT, copy_weights, plain_optimi
 from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.nn.vit import create_encoder, initialize_as_mocov3
-from patchmix.train.loop import build_optimizer, set_hyperparameters
+from patchmix.train.optimizer import build_optimizer, set_hyperparameters
 
 
 def both(num_mix: int = 3) -> tuple[PatchMixMethod, PlainPatchMix]:

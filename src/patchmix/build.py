@@ -27,8 +27,8 @@ from patchmix.methods.regioncl import RegionCL
 from patchmix.methods.sdmp import SDMP
 from patchmix.methods.simclr import SimCLR
 from patchmix.methods.swav import SwAV
-from patchmix.nn.vit import create_encoder, initialize_as_mocov3, set_sincos_positions
-from patchmix.schedules import Cosine, WarmupCosine
+from patchmix.nn.vit import create_encoder, initialize_as_mocov3, initialize_attention_as_mimetic, set_sincos_positions
+from patchmix.schedules import Cosine, Linear, WarmupCosine
 from patchmix.train.loop import Evaluator, Plan
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -56,8 +56,10 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
         drop_path=model.drop_path,
         any_image_size=any_image_size,
     )
-    if model.initialization == "mocov3":
+    if model.initialization != "timm":
         initialize_as_mocov3(encoder)
+    if model.initialization == "mimetic":
+        initialize_attention_as_mimetic(encoder)
     if model.positions != "learned":
         set_sincos_positions(encoder, fixed=model.positions == "fixed-sincos")
     if model.freeze_patch_embed:
@@ -71,7 +73,7 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
     """The method with its encoder, initialized from the seed (the same on every process) or from given weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        encoder = build_encoder(config.model, any_image_size=config.views.local_crops > 0)
+        encoder = build_encoder(config.model, any_image_size=bool(config.views.local_crops or config.train.image_sizes))
         if encoder_weights is not None:
             _load(encoder, encoder_weights)
         encoder.set_grad_checkpointing(config.runtime.recompute)
@@ -153,6 +155,8 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
     return Plan(
         lr=WarmupCosine(config.lr, optim.min_lr, warmup=config.warmup, step=step),
         weight_decay=Cosine(optim.weight_decay, optim.weight_decay_end),
+        token_dropout=Linear(*train.token_dropout, duration=1.0),
+        image_sizes=train.image_sizes,
         batch_size=train.batch_size,
         epochs=train.epochs,
         budget_seconds=None if minutes is None else minutes * 60,
@@ -163,6 +167,7 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
         seed=train.seed,
         log_every=config.runtime.log_every,
         monitor_every=config.runtime.monitor_every,
+        monitor_momentum=config.runtime.monitor_momentum,
         checkpoint_epochs=config.runtime.checkpoint_epochs,
         checkpoint_minutes=config.runtime.checkpoint_minutes,
     )

@@ -29,6 +29,7 @@ S = TypeVar("S")
 
 Count = Annotated[int, Ge(1)]
 Probability = Annotated[float, Interval(ge=0, le=1)]
+Share = Annotated[float, Interval(ge=0, lt=1)]  # not all of it
 NonNegative = Annotated[float, Ge(0)]
 Above0 = Annotated[float, Gt(0)]
 
@@ -76,8 +77,9 @@ class ModelConfig:
     dim: Count | None = None  # Width of the tokens.
     depth: Count | None = None  # Number of blocks.
     heads: Count | None = None  # Number of attention heads.
-    drop_path: Annotated[float, Interval(ge=0, lt=1)] = 0.1  # Stochastic depth of the base encoder.
-    initialization: Literal["mocov3", "timm"] = "mocov3"  # Initialization of the weights.
+    drop_path: Share = 0.1  # Stochastic depth of the base encoder.
+    initialization: Literal["mocov3", "timm", "mimetic"] = "mocov3"
+    """Initialization of the weights; mimetic is mocov3 with attention that starts like a trained one."""
     positions: Literal["learned", "sincos", "fixed-sincos"] = "learned"
     """Position embedding: random and learned, 2-d sine-cosine and learned from there, or fixed sine-cosine."""
     freeze_patch_embed: bool = False  # Keep the random patch embedding.
@@ -95,8 +97,10 @@ class MethodConfig(Generic[Options]):
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW; learning rate with linear warm-up and cosine decay."""
+    """The optimizer; learning rate with linear warm-up and cosine decay."""
 
+    name: Annotated[Literal["adamw", "muon"], arg(name="optim")] = "adamw"
+    """AdamW for all parameters, or Muon for the matrices of the encoder's blocks and AdamW for the rest."""
     base_lr: Above0 = 5e-4  # Learning rate for a batch of 256; it grows in proportion to the batch.
     min_lr: NonNegative = 0.0  # Learning rate at the end.
     warmup_epochs: NonNegative = 10.0  # Length of the warm-up.
@@ -115,6 +119,10 @@ class TrainConfig:
     epochs: Above0 = 300.0  # Passes over the data; a shorter run keeps the recipe's proportion of warm-up.
     budget: str | None = None  # Wall-clock time instead of epochs, such as 45min or 2h.
     accumulate: Count = 1  # Micro-batches per optimizer step.
+    token_dropout: tuple[Share, Share] = (0.0, 0.0)
+    """Fraction of the patch tokens that queries drop, at the start and at the end of the training; keys see all."""
+    image_sizes: tuple[Count, ...] = ()
+    """Sides of both views in equal stages of the training, such as 16 24 32; by default always the model's."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision; auto is bf16 on GPUs that support it.
     seed: int = 0  # Seed of every random number of the run.
 
@@ -130,6 +138,7 @@ class RuntimeConfig:
     monitor_every: NonNegative = 10.0  # Epochs between evaluations; 0 evaluates at the start and the end only.
     monitor_bank: Count = 10_000  # Training images of the monitor's kNN.
     monitor_queries: Count = 2_000  # Test images of the monitor's kNN.
+    monitor_momentum: bool = False  # Evaluate the momentum encoder, too.
     checkpoint_epochs: NonNegative = 1.0  # Epochs between checkpoints.
     checkpoint_minutes: Above0 = 10.0  # Longest time between checkpoints.
     keep_checkpoints: Count = 1  # Number of checkpoints to keep.
@@ -205,6 +214,8 @@ def from_dict(values: Mapping[str, Any]) -> Config:
         raise ValueError(f"optim.warmup_epochs is {warmup:g}; it must be below train.epochs ({epochs:g})")
     if config.train.budget is not None:
         parse_minutes(config.train.budget)
+    if any(config.train.token_dropout) and config.method.name in ("ibot", "regioncl"):
+        raise ValueError(f"train.token_dropout does not go with {config.method.name}, which compares patch tokens")
     return config
 
 

@@ -74,13 +74,13 @@ class Contrasts:
         self.entries: dict[str, Tensor] = {}
         self.loss: Tensor | float = 0.0
 
-    def add(self, name: str, weight: float, *pairs: tuple[Tensor, Tensor], target: Tensor) -> None:
-        """The sum of the contrasts of several (queries, keys) that have the same target."""
+    def add(self, name: str, weight: float | Tensor, *pairs: tuple[Tensor, Tensor], target: Tensor) -> None:
+        """The sum of the contrasts of several (queries, keys) that have the same target; a known name is added to."""
         value = torch.stack([contrast(h, z, target, self.temperature) for h, z in pairs]).sum()
         self.loss = self.loss + weight * value
-        self.entries[name] = value
-        self.entries[f"{name}/chance"] = len(pairs) * chance(target)
-        self.entries[f"{name}/floor"] = len(pairs) * floor(target)
+        values = {"": value, "/chance": len(pairs) * chance(target), "/floor": len(pairs) * floor(target)}
+        for kind, each in values.items():
+            self.entries[name + kind] = self.entries.get(name + kind, 0.0) + each
 
     def total(self) -> dict[str, Tensor]:
         assert isinstance(self.loss, Tensor)

@@ -26,7 +26,8 @@ from patchmix.settings import Finetune, Knn, Linear, Pretrain
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import BadSamples, RunLog
-from patchmix.train.loop import build_optimizer, train
+from patchmix.train.loop import train
+from patchmix.train.optimizer import build_optimizer
 from patchmix.train.watch import NonFiniteLoss
 
 S = TypeVar("S")
@@ -115,7 +116,9 @@ def run_config(
                 method,
                 loader,
                 build.build_plan(config, loader.steps_per_epoch, device),
-                optimizer=build_optimizer(method, betas=config.optim.betas, eps=config.optim.eps),
+                optimizer=build_optimizer(
+                    method, name=config.optim.name, betas=config.optim.betas, eps=config.optim.eps
+                ),
                 device=device,
                 prepare=build.build_prepare(config.views, config.model.in_chans),
                 log=log,

@@ -1,7 +1,13 @@
 """Values that change with progress, the fraction of the training done so far (0 ≤ progress ≤ 1)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+def stage(values: Sequence[int], progress: float) -> int:
+    """The value of the stage that the training is in: each of them takes an equal part of it."""
+    return values[min(int(progress * len(values) + 1e-9), len(values) - 1)]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.mixing.patchmix import PatchMix, owners
 from patchmix.nn.vit import create_encoder
 from patchmix.schedules import Cosine, WarmupCosine
-from patchmix.train.loop import build_optimizer, set_hyperparameters
+from patchmix.train.optimizer import build_optimizer, set_hyperparameters
 
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from patchmix.config import validate
 from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod
-from patchmix.mixing import Mix
+from patchmix.mixing import Mix, overlap
 from patchmix.mixing.patchmix import owners, share
 from patchmix.nn.vit import create_encoder
 from tests.oracles import losses as oracle
@@ -51,6 +51,117 @@ def test_the_whole_objective_against_algorithm_2_and_the_double_sums(m: int, mix
     for name, value in expected.items():
         assert out[name].item() == pytest.approx(value, rel=1e-4), name
     assert out["loss"].item() == pytest.approx(sum(expected.values()), rel=1e-4)
+
+
+def projections(method: PatchMixMethod, *batches: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The queries h and the keys z of every batch, each by a pass of its own."""
+    with torch.no_grad():
+        h = [method.predictor(method.projector(method.encoder(batch))) for batch in batches]
+        encoder, projector = method.momentum_copy.network  # type: ignore[union-attr, misc]
+        return h, [projector(encoder(batch)) for batch in batches]
+
+
+@pytest.mark.parametrize("directions", ["shared", "symmetric"])
+def test_other_directions_against_the_double_sums_with_no_pass_computed_twice(directions: str) -> None:
+    method = make(num_mix=3, directions=directions).train()
+    images: list[int] = []
+    hooks = [
+        patch_embed.register_forward_hook(lambda module, arguments, out: images.append(len(out)))
+        for patch_embed in (method.encoder.patch_embed, method.momentum_copy.network[0].patch_embed)  # type: ignore[union-attr]
+    ]
+    x1, x2 = views()
+    method.generator.manual_seed(7)
+    out = method([x1, x2])
+    assert sum(images) == 6 * (4 if directions == "shared" else 8)  # x1, mix1 | x2, mix2; or all four both ways
+    for hook in hooks:
+        hook.remove()
+
+    method.generator.manual_seed(7)
+    mix1, mix2 = method.mix(x1).images, method.mix(x2).images
+    (h1, h2, h_mix1, h_mix2), (z1, z2, z_mix1, z_mix2) = projections(method, x1, x2, mix1, mix2)
+    expected = {
+        "oto": oracle.origin_to_origin(h1, z2, 0.2),
+        "mto": oracle.mix_to_origin(h_mix1, z2, 3, 0.2),
+        "mtm": oracle.mix_to_mix(h_mix1, z_mix2, 3, 0.2),
+    }
+    if directions == "symmetric":
+        expected["oto"] += oracle.origin_to_origin(h2, z1, 0.2)
+        expected["mto"] += oracle.mix_to_origin(h_mix2, z1, 3, 0.2)
+        expected["mtm"] += oracle.mix_to_mix(h_mix2, z_mix1, 3, 0.2)
+    for name, value in expected.items():
+        assert out[name].item() == pytest.approx(value, rel=1e-4), name
+    assert out["loss"].item() == pytest.approx(sum(expected.values()), rel=1e-4)
+
+
+def test_a_share_of_the_batch_makes_queries_and_all_of_it_keys() -> None:
+    method = make(num_mix=2, plain_share=0.5, mixed_share=0.7, region_weight=1.0).train()
+    x1, x2 = views()
+    method.generator.manual_seed(7)
+    out = method([x1, x2])
+    method.generator.manual_seed(7)
+    mix1, mix2 = method.mix(x1), method.mix(x2).images
+    (h2, h_mix1, _, _), (_, _, z1, z2) = projections(method, x2[:3], mix1.images[:4], x1, x2)
+    z_mix2 = projections(method, mix2)[1][0]
+    targets = {
+        "oto": (h2, z1, torch.eye(6)[:3]),
+        "mto": (h_mix1, z2, share(6, 2)[:4]),
+        "mtm": (h_mix1, z_mix2, overlap(share(6, 2), share(6, 2))[:4]),
+    }
+    for name, (h, z, target) in targets.items():
+        assert out[name].item() == pytest.approx(oracle.soft(h, z, target, 0.2), rel=1e-4), name
+    _, h_region = method.region_queries(mix1.images[:4], mix1.groups)  # type: ignore[arg-type]
+    target = torch.cat([torch.eye(6)[:4], torch.eye(6).roll(1, dims=1)[:4]])
+    assert out["region"].item() == pytest.approx(oracle.soft(h_region.detach(), z2, target, 0.2), rel=1e-4)
+
+
+def test_num_mix_blocks_and_weights_change_over_the_training() -> None:
+    method = make(num_mix=(1, 2, 3), num_mix_stages=True, mix_blocks=(2, 1), mixed_ramp=0.5).train()
+    drawn = []
+    for progress in (0.0, 0.25, 0.34, 0.49, 0.5, 0.7, 1.0):
+        method.before_step(progress)
+        marked = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 3, 16, 16)
+        mixed = method.mix.for_one_step()(marked)
+        patches = mixed.images[0, 0, ::4, ::4]
+        blocks = patches.unfold(0, 2, 2).unfold(1, 2, 2).flatten(2)
+        whole = bool((blocks == blocks[..., :1]).all())
+        drawn.append((round(1 / float(mixed.share[0].max())), whole, round(float(method.ramp), 2)))
+    assert drawn == [
+        (1, True, 0.0),
+        (1, True, 0.5),
+        (2, True, 0.68),
+        (2, True, 0.98),
+        (2, False, 1.0),
+        (3, False, 1.0),
+        (3, False, 1.0),
+    ]
+    method.before_step(0.25)
+    out = method(views())
+    expected = out["oto"] + 0.5 * (out["mto"] + out["mtm"])
+    torch.testing.assert_close(out["loss"], expected)
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_dropout_leaves_equally_many_patches_of_every_region(block: int) -> None:
+    method = make(num_mix=2, region_weight=1.0, mix_blocks=(block,)).train()
+    method.drop_tokens(0.5)
+    mixed = method.mix(views()[0])
+    tokens: list[Tensor] = []
+    method.encoder.norm_pre.register_forward_hook(lambda module, arguments, out: tokens.append(out))
+    torch.manual_seed(3)
+    h, h_region = method.region_queries(mixed.images, mixed.groups)  # type: ignore[arg-type]
+    assert tokens[0].shape[1] == 1 + 8 and len(h) == 6 and len(h_region) == 12
+
+    with torch.no_grad():  # by hand: embed all, find the patches that stayed, run the blocks on these
+        encoder = method.encoder
+        everything = encoder._pos_embed(encoder.patch_embed(mixed.images))  # type: ignore[operator]
+        stay = [int((everything[0] - token).abs().sum(dim=1).argmin()) - 1 for token in tokens[0][0, 1:]]
+        groups = mixed.groups.view(2, 4 // block, 4 // block)  # type: ignore[union-attr]
+        groups = groups.repeat_interleave(block, 1).repeat_interleave(block, 2).flatten(1)
+        assert [int(groups[m, stay].sum()) for m in range(2)] == [4, 4] and len(set(stay)) == 8
+        x = encoder.norm(encoder.blocks(everything[:, [0, *[1 + j for j in stay]]]))  # type: ignore[operator]
+        pooled = torch.cat([x[:, 1:][:, groups[m, stay]].mean(dim=1) for m in range(2)])
+        expected = [method.predictor(method.projector(f)) for f in (x[:, 0], pooled)]
+    torch.testing.assert_close([h, h_region], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5])
@@ -193,7 +304,7 @@ def test_a_term_that_is_off_costs_no_pass_and_changes_no_other(weights: tuple[fl
     expected = sum(w * outs[0][name] for w, name in zip(weights, ("oto", "mto", "mtm"), strict=True))
     torch.testing.assert_close(outs[1]["loss"], expected)
     oto, mto, mtm = (w != 0 for w in weights)
-    assert images == [6 * (oto + (mto or mtm)), *[6] * (oto + mto + mtm)]  # the queries' pass, then one for each key
+    assert images == [*[6] * (oto + mto + mtm), 6 * (oto + (mto or mtm))]  # one pass for each key, then the queries'
 
 
 def test_normalized_mix_to_mix_sums_to_one() -> None:
@@ -266,6 +377,7 @@ def test_when_the_momentum_encoder_moves(when: str) -> None:
         ({"num_mix": 0}, "num_mix is 0"),
         ({"weights": (0, 0, 0)}, "at least one of the three"),
         ({"mix": "cutmix", "region_weight": 1.0}, "region_weight needs --mix patchmix"),
+        ({"mix_blocks": (3,)}, "mix_blocks has 3; the grid of 4 × 4 patches"),
     ],
 )
 def test_impossible_options(options: dict, message: str) -> None:

@@ -22,7 +22,8 @@ from patchmix.evaluate.protocol import accuracy
 from patchmix.methods.options import SimCLROptions
 from patchmix.recipes import demo
 from patchmix.train.log import RunLog, read_metrics
-from patchmix.train.loop import build_optimizer, train
+from patchmix.train.loop import train
+from patchmix.train.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 STEPS = 400  # enough to tell shapes apart by their outlines

@@ -13,7 +13,13 @@ from patchmix.build import build_encoder
 from patchmix.config import Config
 from patchmix.nn.heads import BatchNorm, mlp_head
 from patchmix.nn.momentum import MomentumCopy
-from patchmix.nn.vit import create_encoder, initialize_as_mocov3, patch_size_of, set_sincos_positions
+from patchmix.nn.vit import (
+    create_encoder,
+    initialize_as_mocov3,
+    initialize_attention_as_mimetic,
+    patch_size_of,
+    set_sincos_positions,
+)
 
 
 @pytest.mark.parametrize(
@@ -162,3 +168,27 @@ def test_positions_are_chosen_by_the_configuration() -> None:
     assert learned.pos_embed.std() < 0.1 < sincos.pos_embed.std()
     assert torch.equal(sincos.pos_embed, fixed.pos_embed)
     assert sincos.pos_embed.requires_grad and not fixed.pos_embed.requires_grad
+
+
+def test_mimetic_attention_has_the_products_of_the_paper() -> None:
+    encoder = create_encoder("vit_tiny_patch4_16", dim=96, depth=2, heads=3)
+    initialize_as_mocov3(encoder)
+    mlp = encoder.blocks[0].mlp.fc1.weight.clone()
+    initialize_attention_as_mimetic(encoder)
+    assert torch.equal(encoder.blocks[0].mlp.fc1.weight, mlp)
+    for block in encoder.blocks:
+        q, k, v = (weight.detach() for weight in block.attn.qkv.weight.chunk(3))
+        x, y = torch.randn(64, 96), torch.randn(64, 96)
+        values = x @ v.T @ block.attn.proj.weight.detach().T  # what attention to x itself adds
+        assert values.shape == x.shape
+        product = v.T @ block.attn.proj.weight.detach().T
+        rest = product + 0.4 * torch.eye(96)
+        assert float(product.diagonal().mean()) == pytest.approx(-0.4, abs=0.05)
+        assert float(rest.std()) == pytest.approx(0.4 / 96**0.5, rel=0.1)
+        for q_head, k_head in zip(q.chunk(3), k.chunk(3), strict=True):
+            scores = (x @ q_head.T) @ (x @ k_head.T).T
+            others = (x @ q_head.T) @ (y @ k_head.T).T
+            assert float(scores.diagonal().mean()) > 5 * abs(
+                float(others.diagonal().mean())
+            )  # a token attends to itself
+            assert float((q_head.T @ k_head).diagonal().mean()) == pytest.approx(0.4, abs=0.15)  # the best of rank 32

@@ -9,9 +9,11 @@ import pytest
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from patchmix.nn.tokens import class_tokens, run_block
+from patchmix.nn import MomentumCopy
+from patchmix.nn.tokens import class_tokens, project, run_block
 from patchmix.nn.vit import create_encoder
 
 IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -122,3 +124,23 @@ def kept_numbers(module: torch.nn.Module, forward: Callable[[], torch.Tensor]) -
         out = forward()
     assert out.requires_grad
     return sum(count for place, count in storages.items() if place not in parameters)
+
+
+def test_dropped_tokens_are_the_same_in_the_batch_and_only_the_query_encoder_drops() -> None:
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2)
+    copy = MomentumCopy(encoder, momentum=lambda progress: 0.9)
+    encoder.patch_drop.share = 0.75
+    seen: dict[str, Tensor] = {}
+    encoder.norm_pre.register_forward_hook(lambda module, arguments, out: seen.update(query=out))
+    copy.network[0].norm_pre.register_forward_hook(lambda module, arguments, out: seen.update(key=out))
+    images = torch.randn(1, 3, 16, 16).expand(5, -1, -1, -1)
+    project([images], encoder)
+    copy.project(images)
+    assert seen["query"].shape == (5, 1 + 4, 24) and seen["key"].shape == (5, 1 + 16, 24)
+    assert all(torch.equal(row, seen["query"][0]) for row in seen["query"])  # equal images stay equal
+    first = seen["query"].clone()
+    project([images], encoder)
+    assert not torch.equal(first, seen["query"])  # new positions in every pass
+    encoder.eval()
+    encoder(images)
+    assert seen["query"].shape == (5, 1 + 16, 24)

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from patchmix.evaluate.monitor import collapse_warning
 from patchmix.methods.method import Method
-from patchmix.schedules import Cosine, WarmupCosine
+from patchmix.nn import MomentumCopy
+from patchmix.nn.tokens import TokenDropout
+from patchmix.schedules import Cosine, Linear, WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, read_metrics
-from patchmix.train.loop import Plan, build_optimizer, seed_pass, train
+from patchmix.train.loop import Plan, seed_pass, train
+from patchmix.train.optimizer import build_optimizer
 from patchmix.train.watch import Clock, NonFiniteLoss
 
 
@@ -290,3 +293,41 @@ def test_resume_replays_nothing_and_forgets_what_was_logged_after_the_checkpoint
     assert loader.positions[0] == 8
     keep = ("step", "loss", "lr")
     assert [[r[k] for k in keep] for r in rows] == [[r[k] for k in keep] for r in whole]
+
+
+def test_views_are_small_and_tokens_few_at_the_stages_that_say_so(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, float]] = []
+
+    class Views(Numbers):
+        def batches(self, start_step: int = 0) -> Iterator[Batch]:
+            while True:
+                yield Batch([torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32), torch.randn(2, 3, 8, 8)])  # type: ignore[arg-type]
+
+    class Spy(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder.patch_drop = TokenDropout(prefix=1)
+
+        def forward(self, x: list[Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+            assert x[0].shape == x[1].shape
+            seen.append((x[0].shape[-1], x[2].shape[-1], round(self.encoder.patch_drop.share, 2)))  # type: ignore[union-attr, arg-type]
+            return super().forward(torch.ones(8, 3))
+
+    run(Spy(), tmp_path, Views(), epochs=1, image_sizes=(16, 32), token_dropout=Linear(0.5, 0.0, duration=1.0))
+    assert seen == [(16, 8, 0.5), (16, 8, 0.38), (32, 8, 0.25), (32, 8, 0.12)]
+
+
+def test_the_momentum_encoder_is_evaluated_if_asked(tmp_path: Path) -> None:
+    method = Toy()
+    method.momentum_copy = MomentumCopy(method.encoder, momentum=lambda progress: 1.0)
+    start = method.encoder.weight.detach().sum().item()
+
+    def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+        assert not encoder.training
+        yield "sum", encoder.weight.detach().sum().item()  # type: ignore[operator, union-attr]
+
+    rows = [
+        row for row in run(method, tmp_path, evaluators=[evaluate], monitor_momentum=True) if row["kind"] == "monitor"
+    ]
+    assert rows[-1]["sum"] != start and rows[-1]["momentum_sum"] == pytest.approx(start)
+    assert all(module.training for module in method.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import pickle
@@ -18,7 +19,7 @@ from patchmix.files import write_text, writing
 from patchmix.schedules import WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, forget_after, read_metrics
-from patchmix.train.loop import build_optimizer, set_hyperparameters
+from patchmix.train.optimizer import build_optimizer, set_hyperparameters
 from patchmix.train.watch import name_dead_workers
 
 
@@ -52,6 +53,46 @@ def test_decay_is_for_matrices_only() -> None:
     set_hyperparameters(optimizer, lr=0.3, weight_decay=0.2)
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.3, 0.2), (0.3, 0.0)]
     assert optimizer.defaults["fused"]
+
+
+def test_muon_is_torchs_with_q_k_and_v_apart() -> None:
+    """torch's works in bf16, so the updates agree to about two digits."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.encoder = nn.Module()
+    module.encoder.blocks = nn.ModuleList([nn.ModuleDict({"qkv": nn.Linear(16, 48), "fc1": nn.Linear(16, 64)})])
+    module.head = nn.Linear(16, 8)
+    qkv, fc1 = module.encoder.blocks[0]["qkv"].weight, module.encoder.blocks[0]["fc1"].weight  # type: ignore[index]
+    parts = [nn.Parameter(part.clone()) for part in [*qkv.detach().chunk(3), fc1.detach()]]
+    theirs = torch.optim.Muon(parts, lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    others = [p for p in module.parameters() if p is not qkv and p is not fc1]
+    plain = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in others])
+    adamw = torch.optim.AdamW(plain, lr=0.1, weight_decay=0.0)
+    ours = build_optimizer(module, name="muon")
+    for step in range(4):
+        torch.manual_seed(step)
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        assert qkv.grad is not None and fc1.grad is not None
+        for part, gradient in zip(parts, [*qkv.grad.chunk(3), fc1.grad], strict=True):
+            part.grad = gradient.clone()
+        for twin, parameter in zip(plain, others, strict=True):
+            assert parameter.grad is not None
+            twin.grad = parameter.grad.clone()
+        set_hyperparameters(ours, lr=0.1, weight_decay=0.2)
+        ours.param_groups[0]["weight_decay"] = 0.0
+        ours.step()
+        theirs.step()
+        adamw.step()
+        if step == 1:  # a resumed run goes on with the same momentum
+            state = copy.deepcopy(ours.state_dict())
+            ours = build_optimizer(module, name="muon")
+            ours.load_state_dict(state)
+    expected = torch.cat([part.detach() for part in parts[:3]])
+    torch.testing.assert_close(qkv.detach(), expected, rtol=0, atol=0.02)
+    torch.testing.assert_close(fc1.detach(), parts[3].detach(), rtol=0, atol=0.02)
+    assert float((fc1.detach() - parts[3].detach()).norm() / parts[3].detach().norm()) < 0.01
+    torch.testing.assert_close([p.detach() for p in others], [p.detach() for p in plain])
 
 
 def test_checkpoints_keep_the_newest_and_last_points_to_it(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchmix.nn import Center, MomentumCopy, PrototypeHead
+from patchmix.nn import Center, MomentumCopy, PrototypeHead, TokenDropout
 
 
 class Method(nn.Module):
@@ -33,6 +33,16 @@ class Method(nn.Module):
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         raise AssertionError("a method defines forward(views)")
+
+    def drop_tokens(self, share: float) -> None:
+        """From now on queries drop this share of the patch tokens."""
+        dropout = getattr(self.encoder, "patch_drop", None)
+        if isinstance(dropout, TokenDropout):
+            dropout.share = share
+
+    def momentum_encoder(self) -> nn.Module | None:
+        copies = [module for module in self.children() if isinstance(module, MomentumCopy)]
+        return copies[0].network[0] if copies else None
 
     def fixed_parameters(self) -> Iterable[nn.Parameter]:
         """What the optimizer skips in this step, moments included. It must have a gradient all the same."""

@@ -17,10 +17,19 @@ class PatchMixOptions:
 
     mix: MixName = "patchmix"  # How images are mixed.
     num_mix: int | tuple[int, ...] = 3  # M, images per mix; each step draws one of several values.
+    num_mix_stages: bool = False  # Take the values of num_mix in turn, each for an equal part of the training.
+    mix_blocks: tuple[Count, ...] = (1,)
+    """Side of the mixed blocks in patches; several values take equal parts of the training, such as 4 2 1."""
     temperature: Temperature = 0.2  # Temperature τ.
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # Weights of origin-to-origin, mix-to-origin and mix-to-mix.
     region_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of region-to-origin: the pooled tokens of each original in a mixed image are a query for its key."""
+    mixed_ramp: Fraction = 0.0  # Part of the training over which the weights of the mixed terms rise from 0.
+    directions: Literal["paper", "shared", "symmetric"] = "paper"
+    """The paper mixes view 1 and contrasts plain queries of view 2 with keys of view 1. With shared, all queries are of
+    view 1 and all keys of view 2, which saves a pass; symmetric adds the opposite of the paper's direction."""
+    plain_share: Fraction = 1.0  # Fraction of the batch whose plain images are queries.
+    mixed_share: Fraction = 1.0  # Fraction of the batch whose mixed images are queries.
     normalize_mix_to_mix: bool = False  # Scale the rows of ω to sum to 1; in the paper they sum to M.
     mix_across: bool = False  # Mix over the batch of all processes, not per process.
     label_smoothing: Fraction = 0.0  # Label smoothing of origin-to-origin.

@@ -16,31 +16,40 @@ from patchmix.losses import Contrasts, pad_targets, smooth
 from patchmix.methods.method import Method
 from patchmix.methods.options import PatchMixOptions
 from patchmix.mixing import Mix, Mixed, create_mix, overlap
-from patchmix.nn import MomentumCopy, all_tokens, mlp_head, patch_size_of, project
-from patchmix.schedules import Cosine
+from patchmix.nn import MomentumCopy, all_tokens, kept_tokens, mlp_head, patch_size_of, project
+from patchmix.schedules import Cosine, Linear, stage
 
 
 class PatchMixMethod(Method):
+    ramp: Tensor  # factor of the weights of mixed terms
+
     def __init__(self, encoder: VisionTransformer, options: PatchMixOptions = PatchMixOptions()) -> None:
         super().__init__()
-        if not any([*options.weights, options.region_weight]):
-            raise ValueError(f"weights are {options.weights}; at least one of the three must not be 0")
-        if options.region_weight and options.mix != "patchmix":
-            raise ValueError(
-                f"region_weight needs --mix patchmix; the regions of {options.mix!r} are not whole patches"
-            )
+        _check(options, encoder)
         self.options = options
         self.encoder = encoder
+        self.patch_size = patch_size_of(encoder)
         self.projector = mlp_head(3, encoder.num_features, options.head_hidden, options.head_out)
         self.predictor = mlp_head(2, options.head_out, options.head_hidden, options.head_out)
         self.momentum_copy: MomentumCopy | None = None
         if options.momentum_encoder:
             momentum = Cosine(options.momentum, 1.0, stages=options.momentum_stages)  # μ
             self.momentum_copy = MomentumCopy(encoder, self.projector, momentum=momentum)
-        generator = self.shared_generator if options.mix_across else self.generator
+        self.register_buffer("ramp", torch.ones(()), persistent=False)
+        self.set_mix(0.0)
+
+    def set_mix(self, progress: float) -> None:
+        """How this part of the training mixes, and how much its mixed terms count."""
+        options = self.options
+        self.block = stage(options.mix_blocks, progress)
+        num_mix = (options.num_mix,) if isinstance(options.num_mix, int) else options.num_mix
         self.mix = create_mix(
-            options.mix, patch_size=patch_size_of(encoder), num_mix=options.num_mix, generator=generator
+            options.mix,
+            patch_size=self.patch_size * self.block,
+            num_mix=stage(num_mix, progress) if options.num_mix_stages else num_mix,
+            generator=self.shared_generator if options.mix_across else self.generator,
         )
+        self.ramp.fill_(Linear(0.0, 1.0, options.mixed_ramp)(progress))
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), then any number of smaller local crops."""
@@ -49,39 +58,62 @@ class PatchMixMethod(Method):
             x1, x2 = x2, x1
         mix = self.mix.for_one_step()
         mix1, mix2 = self.mixed(mix, x1), self.mixed(mix, x2)  # Algorithm 2, lines 5 and 6
-        y_mto, y_mtm = mix1.share, overlap(mix1.share, mix2.share)  # line 7: ω of Eq. 12
-        if self.options.normalize_mix_to_mix:
-            y_mtm = y_mtm / y_mtm.sum(dim=1, keepdim=True)
-        same = torch.eye(len(y_mto), device=x1.device)
-        y_oto = smooth(self.targets(same), self.options.label_smoothing)
 
         oto, mto, mtm = self.options.weights  # a batch that only terms of weight 0 need is not computed
-        region = self.options.region_weight
-        h2, h_mix1 = self.queries(x2 if oto else None, mix1.images if (mto or mtm) and not region else None)  # line 8
-        z1, z2, z_mix2 = self.keys(  # line 9
-            x1 if oto or crops else None, x2 if mto or region or crops else None, mix2.images if mtm else None
+        region, directions = self.options.region_weight, self.options.directions
+        shared, symmetric = directions == "shared", directions == "symmetric"
+        z1, z2, z_mix1, z_mix2 = self.keys(  # line 9
+            x1 if symmetric or ((oto or crops) and not shared) else None,
+            x2 if symmetric or mto or region or crops or (oto and shared) else None,
+            mix1.images if mtm and symmetric else None,
+            mix2.images if mtm else None,
         )
-
-        if region:
-            h_mix1, h_region = self.region_queries(mix1)
-
-        terms = Contrasts(self.options.temperature)  # line 10
-        if oto:
-            terms.add("oto", oto, (h2, z1), target=y_oto)  # Eq. 15
-        if mto:
-            terms.add("mto", mto, (h_mix1, z2), target=self.targets(y_mto))  # Eq. 13
-        if mtm:
-            terms.add("mtm", mtm, (h_mix1, z_mix2), target=self.targets(y_mtm))  # Eq. 14
-        if region:
-            y_region = [self.targets(same.roll(m, dims=1)) for m in range(len(h_region) // len(x1))]  # original u(i, m)
-            terms.add("region", region, (h_region, z2), target=torch.cat(y_region))
+        terms = Contrasts(self.options.temperature)
+        self.add_contrasts(terms, (x1, z2) if shared else (x2, z1), (mix1, z2), (mix2, z_mix2))
+        if symmetric:
+            self.add_contrasts(terms, (x1, z2), (mix2, z1), (mix1, z_mix1))
         if crops:
             mixed = [self.mixed(mix, crop) for crop in crops]
-            y_mix = torch.cat([self.targets(crop.share) for crop in mixed])
+            y_oto = self.targets(torch.eye(len(mix1.share), device=x1.device)).repeat(len(crops), 1)
+            y_mto = torch.cat([self.targets(crop.share) for crop in mixed])
             h, h_mix = self.queries(torch.cat(crops), torch.cat([crop.images for crop in mixed]))
-            terms.add("local", 1.0, (h, z1), (h, z2), target=y_oto.repeat(len(crops), 1))
-            terms.add("mixlocal", 1.0, (h_mix, z1), (h_mix, z2), target=y_mix)
+            for z in [z2] if shared else [z1, z2]:
+                terms.add("local", 1.0, (h, z), target=smooth(y_oto, self.options.label_smoothing))
+                terms.add("mixlocal", self.ramp, (h_mix, z), target=y_mto)
         return terms.total()  # Eq. 16
+
+    def add_contrasts(
+        self, terms: Contrasts, plain: tuple[Tensor, Tensor], mix1: tuple[Mixed, Tensor], mix2: tuple[Mixed, Tensor]
+    ) -> None:
+        """Computes the queries of one direction and adds their contrasts.
+
+        plain: images, and the keys of their other view. mix1: the mixed images to make queries of, and the keys of
+        their originals' other view. mix2: that other view mixed, and its keys.
+        """
+        (x, z), (mixed, z_origin), (other, z_mix) = plain, mix1, mix2
+        oto, mto, mtm = self.options.weights
+        region = self.options.region_weight
+        x, images = _first(self.options.plain_share, x), _first(self.options.mixed_share, mixed.images)
+        h, h_mix = self.queries(x if oto else None, images if (mto or mtm) and not region else None)  # line 8
+        if region:
+            assert mixed.groups is not None
+            h_mix, h_region = self.region_queries(images, mixed.groups)
+
+        same = torch.eye(len(mixed.share), device=x.device)
+        y_oto = smooth(self.targets(same), self.options.label_smoothing)
+        y_mto, y_mtm = mixed.share, overlap(mixed.share, other.share)  # line 7: ω of Eq. 12
+        if self.options.normalize_mix_to_mix:
+            y_mtm = y_mtm / y_mtm.sum(dim=1, keepdim=True)
+        if oto:  # line 10
+            terms.add("oto", oto, (h, z), target=y_oto[: len(x)])  # Eq. 15
+        if mto:
+            terms.add("mto", mto * self.ramp, (h_mix, z_origin), target=self.targets(y_mto)[: len(images)])  # Eq. 13
+        if mtm:
+            terms.add("mtm", mtm * self.ramp, (h_mix, z_mix), target=self.targets(y_mtm)[: len(images)])  # Eq. 14
+        if region:
+            groups = range(len(h_region) // len(images))  # group m comes from original u(i, m)
+            y_region = torch.cat([self.targets(same.roll(m, dims=1))[: len(images)] for m in groups])
+            terms.add("region", region * self.ramp, (h_region, z_origin), target=y_region)
 
     def mixed(self, mix: Mix, x: Tensor) -> Mixed:
         """This process's mixed images, and the share: (N, N) within the process, (K, K) across all processes."""
@@ -102,11 +134,19 @@ class PatchMixMethod(Method):
         """h = H(G(F_Θ(x))) of each batch."""
         return project(batches, self.encoder, self.projector, self.predictor)
 
-    def region_queries(self, mixed: Mixed) -> tuple[Tensor, Tensor]:
-        """h of the mixed images, (N, D), and of the pooled tokens of their M regions, group after group: (M·N, D)."""
-        assert mixed.groups is not None
-        token, patches = all_tokens(self.encoder, mixed.images)
-        share = mixed.groups / mixed.groups.sum(dim=1, keepdim=True)  # of each patch in its group, (M, T)
+    def region_queries(self, images: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """h of mixed images, (N, D), and of the pooled tokens of their M regions, group after group: (M·N, D).
+
+        groups: (M, blocks of patches). Token dropout leaves equally many patches of every group.
+        """
+        rows = images.shape[-2] // (self.patch_size * self.block)
+        blocks = groups.view(len(groups), rows, -1)
+        groups = blocks.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2).flatten(1)  # (M, T)
+        keep = kept_tokens(self.encoder, groups)
+        token, patches = all_tokens(self.encoder, images, keep=keep)
+        if keep is not None:
+            groups = groups[:, keep]
+        share = groups / groups.sum(dim=1, keepdim=True)  # of each patch in its group
         regions = torch.einsum("mt,ntd->mnd", share.to(patches.dtype), patches)
         h, h_region = (self.predictor(self.projector(f)) for f in (token, regions.flatten(0, 1)))
         return h, h_region
@@ -121,9 +161,30 @@ class PatchMixMethod(Method):
         return [distributed.gather(z) if len(z) else z for z in keys]
 
     def before_step(self, progress: float) -> None:
+        self.set_mix(progress)
         if self.options.momentum_update == "before_keys":
             super().after_step(progress)
 
     def after_step(self, progress: float) -> None:
         if self.options.momentum_update == "after_step":
             super().after_step(progress)  # line 11
+
+
+def _first(share: float, batch: Tensor) -> Tensor:
+    """The first images of a batch; at least two, for batch norm."""
+    return batch[: max(2, round(share * len(batch)))]
+
+
+def _check(options: PatchMixOptions, encoder: VisionTransformer) -> None:
+    if not any([*options.weights, options.region_weight]):
+        raise ValueError(f"weights are {options.weights}; at least one of the three must not be 0")
+    if options.mix != "patchmix":
+        if options.region_weight:
+            raise ValueError(
+                f"region_weight needs --mix patchmix; the regions of {options.mix!r} are not whole patches"
+            )
+        return
+    rows, columns = encoder.patch_embed.grid_size
+    for block in options.mix_blocks:
+        if rows % block or columns % block:
+            raise ValueError(f"mix_blocks has {block}; the grid of {rows} × {columns} patches is not a multiple of it")

@@ -57,6 +57,43 @@ def class_tokens(encoder: nn.Module, images: Tensor) -> Tensor:
     return pooled
 
 
+class TokenDropout(nn.Module):
+    """Drops a share of the patch tokens in training, at the same random positions for the whole batch.
+
+    It takes the place of timm's `patch_drop`; the training loop sets `share`. A momentum copy sees every token.
+    """
+
+    def __init__(self, prefix: int) -> None:
+        super().__init__()
+        self.prefix = prefix  # class and register tokens, which stay
+        self.share = 0.0
+
+    @property
+    def active(self) -> bool:
+        return self.training and self.share > 0.0
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        """x: (N, prefix + T, D); keep: positions of the patch tokens that stay, by default drawn here."""
+        if keep is None:
+            if not self.active:
+                return x
+            keep = self.draw(torch.ones(1, x.shape[1] - self.prefix, dtype=torch.bool, device=x.device))
+        return torch.cat([x[:, : self.prefix], x[:, self.prefix :][:, keep]], dim=1)
+
+    def draw(self, groups: Tensor) -> Tensor:
+        """Positions that stay, equally many of each group of patches. groups: (M, T), bool → (T′,)."""
+        m, t = groups.shape
+        stay = max(1, round((1.0 - self.share) * (t // m)))
+        scores = torch.rand(t, device=groups.device).masked_fill(~groups, -1.0)
+        return scores.topk(stay, dim=1).indices.flatten()
+
+
+def kept_tokens(encoder: nn.Module, groups: Tensor) -> Tensor | None:
+    """Which patch tokens of grouped patches (M, T) stay in this pass; None if all do."""
+    dropout = getattr(encoder, "patch_drop", None)
+    return dropout.draw(groups) if isinstance(dropout, TokenDropout) and dropout.active else None
+
+
 def _is_plain(encoder: nn.Module) -> bool:
     if not isinstance(encoder, VisionTransformer) or encoder.global_pool != "token" or encoder.attn_pool is not None:
         return False
@@ -82,18 +119,24 @@ def _attend_from_first(attn: Attention, x: Tensor) -> Tensor:
 
 
 def all_tokens(
-    encoder: nn.Module, images: Tensor, mask: Tensor | None = None, mask_token: Tensor | None = None
+    encoder: nn.Module,
+    images: Tensor,
+    mask: Tensor | None = None,
+    mask_token: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(class token (N, D), patch tokens (N, T, D)), both after the last norm.
 
     mask: (N, T), true where `mask_token` (D,) replaces the embedded patch, before positions are added.
+    keep: (T′,), the patch tokens to compute, in this order; the others are dropped.
     """
     assert isinstance(encoder, VisionTransformer)
     x = encoder.patch_embed(images)  # (N, T, D), or (N, rows, columns, D) with dynamic_img_size
     if mask is not None:
         assert mask_token is not None
         x = torch.where(mask.view(*x.shape[:-1], 1), mask_token.to(x.dtype), x)
-    x = encoder.norm_pre(encoder.patch_drop(encoder._pos_embed(x)))
+    x = encoder._pos_embed(x)
+    x = encoder.norm_pre(encoder.patch_drop(x) if keep is None else encoder.patch_drop(x, keep))
     for block in encoder.blocks:
         x = run_block(block, x, recompute=encoder.grad_checkpointing)
     x = encoder.norm(x)

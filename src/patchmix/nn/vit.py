@@ -8,8 +8,10 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
-from timm.models.vision_transformer import VisionTransformer, init_weights_vit_moco
-from torch import nn
+from timm.models.vision_transformer import Attention, Block, VisionTransformer, init_weights_vit_moco  # type: ignore[attr-defined]
+from torch import Tensor, nn
+
+from patchmix.nn.tokens import TokenDropout
 
 _NAME = re.compile(r"vit_(tiny|small|base)_patch(\d+)_(\d+)")
 HEADS = {"tiny": 3, "small": 6, "base": 12}  # Table "backbone"
@@ -54,6 +56,7 @@ def create_encoder(
             f"model {name!r} is a {type(encoder).__name__}; PatchMix needs a ViT whose tokens are image patches, "
             "e.g. vit_small_patch16_224"
         )
+    encoder.patch_drop = TokenDropout(encoder.num_prefix_tokens)  # type: ignore[assignment]
     return encoder
 
 
@@ -84,6 +87,31 @@ def initialize_as_mocov3(encoder: VisionTransformer) -> None:
             nn.init.zeros_(projection.bias)
     if encoder.cls_token is not None:
         nn.init.normal_(encoder.cls_token, std=1e-6)
+
+
+@torch.no_grad()
+def initialize_attention_as_mimetic(encoder: VisionTransformer) -> None:
+    """Attention that starts like a trained one (Trockman and Kolter, "Mimetic Initialization of Self-Attention
+    Layers", 2023): in each head W_q·W_kᵀ ≈ 0.7·Z + 0.7·I, in each block W_v·W_proj ≈ 0.4·Z − 0.4·I, Z ~ N(0, 1/D).
+    """
+    d = encoder.embed_dim
+    for block in encoder.blocks:
+        assert isinstance(block, Block) and isinstance(block.attn, Attention)
+        q, k, v = block.attn.qkv.weight.chunk(3)  # (D, D) each, of column vectors: q = W_qᵀ in the paper
+        for q_head, k_head in zip(q.chunk(block.attn.num_heads), k.chunk(block.attn.num_heads), strict=True):
+            left, right = _factors(0.7 * torch.randn(d, d) / d**0.5 + 0.7 * torch.eye(d), len(q_head))
+            q_head.copy_(left.T)
+            k_head.copy_(right)
+        left, right = _factors(0.4 * torch.randn(d, d) / d**0.5 - 0.4 * torch.eye(d), d)
+        v.copy_(left.T)
+        block.attn.proj.weight.copy_(right.T)
+
+
+def _factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(D, rank) and (rank, D) whose product is the matrix, as well as this rank allows."""
+    u, s, vt = torch.linalg.svd(matrix)
+    root = s[:rank].sqrt()
+    return u[:, :rank] * root, root.unsqueeze(1) * vt[:rank]
 
 
 @torch.no_grad()

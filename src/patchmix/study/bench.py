@@ -32,7 +32,8 @@ from patchmix.methods.method import Method
 from patchmix.settings import Bench
 from patchmix.study.flops import config_flops
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
-from patchmix.train.loop import Plan, build_optimizer, train_step, wrap
+from patchmix.train.loop import Plan, train_step, wrap
+from patchmix.train.optimizer import build_optimizer
 
 PROGRESS = 1e-3  # of the training, in every measured step
 # Large enough for any machine's best rate, and a tenth of a second on two cores: (rows, inner, columns).

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from patchmix import distributed
 from patchmix.methods.method import Method
+from patchmix.schedules import stage
 from patchmix.train.checkpoint import Checkpoints, CheckpointWriter
 from patchmix.train.log import RunLog
+from patchmix.train.optimizer import set_hyperparameters
 from patchmix.train.watch import Clock, Interrupted, LossWatch, Meter, catch_signals, name_dead_workers
 
 STEPS_BETWEEN_AGREEMENTS = 10  # how often ranks agree on when to save and to stop
@@ -39,6 +42,8 @@ class Plan:
     weight_decay: Callable[[float], float]
     batch_size: int  # of one optimizer step, over all ranks
     epochs: float
+    token_dropout: Callable[[float], float] = lambda progress: 0.0  # of the queries
+    image_sizes: Sequence[int] = ()  # of the two views, in equal stages; empty: as they are
     budget_seconds: float | None = None
     accumulate: int = 1
     clip_grad: float = 0.0
@@ -47,6 +52,7 @@ class Plan:
     seed: int = 0
     log_every: int = 10
     monitor_every: float = 10.0
+    monitor_momentum: bool = False
     checkpoint_epochs: float = 1.0
     checkpoint_minutes: float = 10.0
 
@@ -96,7 +102,7 @@ def train(
 
     def monitor() -> None:
         began = time.monotonic()
-        values = _evaluate(method, evaluators)
+        values = _evaluate(method, evaluators, momentum=plan.monitor_momentum)
         if values:
             results.update(values)
             log.record("monitor", step, {"epoch": step / loader.steps_per_epoch, **values})
@@ -199,6 +205,7 @@ def train_step(
     with phase("EMA"):
         method.before_step(progress)
     set_hyperparameters(optimizer, lr=plan.lr(progress), weight_decay=plan.weight_decay(progress))
+    method.drop_tokens(plan.token_dropout(progress))
 
     # forward, backward
     for micro in range(plan.accumulate):
@@ -206,7 +213,10 @@ def train_step(
         seed_pass(plan.seed, step * plan.accumulate + micro, method.generator, method.shared_generator)
         with _no_sync(module, micro < plan.accumulate - 1):
             with phase("forward"), torch.autocast(device.type, dtype=plan.autocast, enabled=plan.autocast is not None):
-                losses: dict[str, Tensor] = module(prepare(batch))
+                views = prepare(batch)
+                if plan.image_sizes:
+                    views = shrink(views, stage(plan.image_sizes, progress))
+                losses: dict[str, Tensor] = module(views)
             on_losses(step, losses)
             with phase("backward"):
                 (losses["loss"] / plan.accumulate).backward()  # type: ignore[no-untyped-call]
@@ -241,6 +251,12 @@ def wrap(method: Method, device: torch.device, *, compiled: bool = False) -> nn.
     return module
 
 
+def shrink(views: Sequence[Tensor], size: int) -> list[Tensor]:
+    """Both views at this size if they are larger; local crops as they are."""
+    two = [F.interpolate(x, (size, size), mode="bilinear", antialias=True) for x in views[:2] if x.shape[-1] > size]
+    return [*(two or views[:2]), *views[2:]]
+
+
 def _no_sync(module: nn.Module, active: bool) -> AbstractContextManager[None]:
     return module.no_sync() if active and isinstance(module, DistributedDataParallel) else nullcontext()
 
@@ -258,38 +274,23 @@ def seed_pass(seed: int, number: int, generator: torch.Generator, shared: torch.
         shared.manual_seed(everywhere % 2**63 ^ 0x5851F42D4C957F2D)
 
 
-def build_optimizer(
-    module: nn.Module, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
-) -> torch.optim.AdamW:
-    """AdamW in two groups: matrices, which are decayed, and biases and other 1-d parameters, which are not."""
-    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    plain = [p for name, p in trainable if p.ndim <= 1 or name.endswith(".bias")]
-    decayed = [p for name, p in trainable if not (p.ndim <= 1 or name.endswith(".bias"))]
-    groups = [
-        {"params": decayed, "weight_decay": 0.0, "decayed": True},
-        {"params": plain, "weight_decay": 0.0, "decayed": False},
-    ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-
-
-def set_hyperparameters(optimizer: torch.optim.Optimizer, *, lr: float, weight_decay: float) -> None:
-    """A group's own "lr_scale" (layer-wise decay) multiplies the learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
-        group["weight_decay"] = weight_decay if group["decayed"] else 0.0
-
-
 # ------------------------------------------------------------------------------------------------- parts of the loop
 
 
-def _evaluate(method: Method, evaluators: Sequence[Evaluator]) -> dict[str, float]:
-    """Every rank takes part (an evaluator may split its work); the encoder is left in training mode."""
-    method.encoder.eval()
-    try:
-        with torch.no_grad():
-            return {name: value for evaluator in evaluators for name, value in evaluator(method.encoder)}
-    finally:
-        method.encoder.train()
+def _evaluate(method: Method, evaluators: Sequence[Evaluator], *, momentum: bool) -> dict[str, float]:
+    """Every rank takes part (an evaluator may split its work); the encoders are left in training mode."""
+    encoders = {"": method.encoder}
+    if momentum and (copy := method.momentum_encoder()) is not None:
+        encoders["momentum_"] = copy
+    values: dict[str, float] = {}
+    for prefix, encoder in encoders.items():
+        encoder.eval()
+        try:
+            with torch.no_grad():
+                values |= {prefix + name: value for evaluator in evaluators for name, value in evaluator(encoder)}
+        finally:
+            encoder.train()
+    return values
 
 
 def _every(epochs: float, step: int, steps_per_epoch: int) -> bool:

@@ -24,7 +24,7 @@ from patchmix.evaluate.detection.model import (
 from patchmix.evaluate.detection.training import DetectMethod, layer_groups
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.settings import Detect
-from patchmix.train.loop import set_hyperparameters
+from patchmix.train.optimizer import set_hyperparameters
 
 SMALL = Shape(image_size=64, window=2, global_blocks=2, channels=16, head_dim=16, smallest_anchor=8)
 
