@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks.pictures import jpeg, picture
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio
 from patchmix.data.contract import Source
 from patchmix.data.loader import Loader
 from patchmix.data.memory import in_memory
@@ -19,7 +19,7 @@ from patchmix.data.sources import open_source
 from patchmix.data.views import Views, two_views
 from patchmix.mixing import PatchMix
 from patchmix.nn.vit import create_encoder
-from patchmix.study.bench import Spread, in_turns, ratio, seconds
+from patchmix.study.bench import Spread, in_turns, seconds
 
 SMALL, LARGE, BATCH = 500, 5000, 64
 

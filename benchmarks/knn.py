@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio
 from patchmix.evaluate import knn
-from patchmix.study.bench import in_turns, ratio, seconds
+from patchmix.study.bench import in_turns, seconds
 
 BANK, QUERIES, WIDTH, CLASSES = 50_000, 10_000, 192, 10
 

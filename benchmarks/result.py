@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from patchmix.study.bench import Spread
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
+    """Of two series that were measured in turns, round by round."""
+    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 @dataclass(frozen=True)

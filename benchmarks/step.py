@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.children import children
-from benchmarks.result import Result
-from patchmix.study.bench import Spread, in_turns, ratio
+from benchmarks.result import Result, ratio
+from patchmix.study.bench import Spread, in_turns
 from patchmix.study.flops import method_flops, sizes_of
 
 CASES = {"T/2": ("vit_tiny_patch2_32", 64, 0.75), "S/16": ("vit_small_patch16_224", 8, 0.80)}

@@ -10,10 +10,10 @@ import torch
 
 from benchmarks import plain_views
 from benchmarks.pictures import jpeg, picture
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio
 from patchmix.data.decode import decode, decode_reduced, size_of
 from patchmix.data.views import Views, two_views
-from patchmix.study.bench import in_turns, ratio, seconds
+from patchmix.study.bench import in_turns, seconds
 
 
 def run(quick: bool = False) -> list[Result]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from patchmix import distributed
@@ -95,17 +95,11 @@ def build_weightless(
     with torch.device("meta"):
         encoder = build_encoder(ModelConfig(name=model, image_size=image_size), any_image_size=local_crops > 0)
         method = METHODS[name](encoder)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    for module in method.modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            weightless = FakeTensor(mode, parameter.data, torch.device("cpu"))
-            module.register_parameter(key, nn.Parameter(weightless, requires_grad=parameter.requires_grad))
-        for key, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(key, FakeTensor(mode, buffer, torch.device("cpu")))
-    side = encoder.patch_embed.img_size
-    assert side is not None
+        side, _ = encoder.patch_embed.img_size or (0, 0)
+    mode, cpu = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
+    method._apply(lambda tensor: FakeTensor(mode, tensor.data, cpu))  # type: ignore[no-untyped-call]
     with mode:
-        views = [torch.empty(batch, 3, side[0], side[1]) for _ in range(2)]
+        views = [torch.empty(batch, 3, side, side) for _ in range(2)]
         views += [torch.empty(batch, 3, local_size, local_size) for _ in range(local_crops)]
     method.before_step(0.5)  # nothing is fixed any more
     return method.train(), views

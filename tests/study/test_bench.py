@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
+from benchmarks.result import ratio
 from patchmix.cli import main
 from patchmix.study import bench
-from patchmix.study.bench import Gemm, Phases, Spread, in_turns, peak_bytes, ratio, reset_peak, resident_bytes
+from patchmix.study.bench import Gemm, Phases, Spread, in_turns, peak_bytes, reset_peak, resident_bytes
 
 CPU = torch.device("cpu")
 SMALL = ["--dim", "24", "--depth", "1", "--heads", "2", "--head-hidden", "32", "--head-out", "16"]

@@ -4,8 +4,6 @@ A machine's speed drifts with its load and temperature. What is compared is ther
 round gives one ratio, and the median of the ratios is reported with the lowest and the highest.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import resource
@@ -25,7 +23,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix import build
-from patchmix.data.loader import Batch
+from patchmix.config import Config
 from patchmix.device import resolve_device
 from patchmix.interop.backbone import Architecture
 from patchmix.methods.method import Method
@@ -49,7 +47,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> "Spread":
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
@@ -74,7 +72,15 @@ class Speed:
 
 def bench(settings: Bench[Any]) -> None:
     """Prints how fast the run's configuration trains here."""
-    config = settings.run
+    speed = measure_speed(settings.run, settings.steps)
+    if settings.as_json:
+        print(json.dumps(asdict(speed), indent=1))
+    else:
+        print_speed(speed, f"{settings.run.method.name}, {settings.run.model.name}")
+
+
+def measure_speed(config: Config, steps: int) -> Speed:
+    """Trains a few steps on the same views, times large matrix products in turns with them, then loads views anew."""
     device = resolve_device(config.runtime.device)
     if device.type == "cpu":
         (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
@@ -82,36 +88,13 @@ def bench(settings: Bench[Any]) -> None:
     assert isinstance(method.encoder, VisionTransformer)
     image_size = Architecture.of(config.model.name, method.encoder).image_size
     loader = build.build_loader(config, build.build_source(config), image_size, pin_memory=device.type == "cuda")
-    speed = measure_speed(
-        method,
-        loader.batches(),
-        build.build_prepare(views=config.views, in_chans=config.model.in_chans),
-        build.build_plan(config, loader.steps_per_epoch, device),
-        device=device,
-        flops=config_flops(config, class_token=False),  # of the plain iteration: work left out counts as speed
-        steps=settings.steps,
-    )
-    if settings.as_json:
-        print(json.dumps(asdict(speed), indent=1))
-    else:
-        print_speed(speed, f"{config.method.name}, {config.model.name}")
+    prepare = build.build_prepare(views=config.views, in_chans=config.model.in_chans)
+    plan = build.build_plan(config, loader.steps_per_epoch, device)
+    batches = loader.batches()
 
-
-def measure_speed(
-    method: Method,
-    batches: Iterator[Batch],
-    prepare: Callable[[Batch], list[Tensor]],
-    plan: Plan,
-    *,
-    device: torch.device,
-    flops: float | None,
-    steps: int = 5,
-) -> Speed:
-    """Trains a few steps. `flops`: of a step, per image, by the closed form."""
     before = 0 if device.type == "cuda" else resident_bytes()
     reset_peak(device)
-    views = prepare(next(batches).to(device))
-    step = RepeatedStep(method, views, plan)
+    step = RepeatedStep(method, prepare(next(batches).to(device)), plan)
     first = seconds(step, device)
     step()  # now with the optimizer's state beside the activations
     peak = peak_bytes(device) - before
@@ -127,13 +110,12 @@ def measure_speed(
         step()
     wait = waited / (time.perf_counter() - began)
 
-    phases, step.views = step.time_phases(), views
+    phases = step.time_phases()
     for _ in range(2):
         step()
-    whole = sum(phases.seconds.values())
+    images = config.train.batch_size
     spread = Spread.of(times["step"])
-    images = len(views[0]) * plan.accumulate
-    share = None
+    share, flops = None, config_flops(config, class_token=False)  # of the plain iteration: work left out is speed
     if flops is not None:
         share = Spread.of([images * flops / t / rate for t, rate in zip(times["step"], times["gemm"], strict=True)])
     return Speed(
@@ -143,7 +125,7 @@ def measure_speed(
         step_seconds=spread,
         gemm_gflops=max(times["gemm"]) / 1e9,
         ceiling_share=share,
-        phases={name: spent / whole for name, spent in phases.seconds.items()},
+        phases={name: spent / sum(phases.seconds.values()) for name, spent in phases.seconds.items()},
         peak_gb=peak / 2**30,
         loader_wait=wait,
         compiling_seconds=max(0.0, first - spread.median) if plan.compile else None,
@@ -178,19 +160,16 @@ class RepeatedStep:
         self._phases = Phases(torch.device("cpu"))
         self._steps = 0
 
-    def time_phases(self) -> Phases:
+    def time_phases(self) -> "Phases":
         """Measures the phases of a step from now on, which makes a GPU wait between them.
 
         In a compiled method keys and mixing count as forward: its graph is not cut to time them.
         """
-        self._phases = phases = Phases(self._device)
-        method: Any = self.method
-        if not self.plan.compile:
-            if hasattr(method, "mix"):
-                method.mix = TimedMix(method.mix, phases)
-            if hasattr(method, "keys"):
-                method.keys = phases.of("keys")(method.keys)
-        return phases
+        self._phases = Phases(self._device)
+        for name, phase in () if self.plan.compile else (("mixed", "mixing"), ("keys", "keys")):
+            if hasattr(self.method, name):
+                setattr(self.method, name, self._phases.of(phase)(getattr(self.method, name)))
+        return self._phases
 
     def __call__(self) -> float:
         """One step; returns the loss."""
@@ -211,23 +190,6 @@ class RepeatedStep:
         return float(losses["loss"].detach())
 
 
-class TimedMix:
-    """A mix whose time is a phase of its own."""
-
-    def __init__(self, mix: Any, phases: Phases) -> None:
-        self._mix, self._phases = mix, phases
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mix, name)
-
-    def for_one_step(self) -> TimedMix:
-        return TimedMix(self._mix.for_one_step(), self._phases)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._phases.of("mixing"):
-            return self._mix(*args, **kwargs)
-
-
 # ------------------------------------------------------------------------------------------------------------- time
 
 
@@ -240,11 +202,6 @@ def in_turns(measures: Mapping[str, Callable[[], float]], rounds: int, *, warm_u
             if number >= warm_up:
                 values[name].append(value)
     return values
-
-
-def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """Of two series that were measured in turns, round by round."""
-    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 def seconds(function: Callable[[], object], device: torch.device | None = None) -> float:

@@ -17,7 +17,6 @@ from typing import Literal
 import cv2
 import torch
 import torch.distributed as dist
-from PIL import features as pillow
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -133,15 +132,11 @@ def images() -> Iterator[Finding]:
     build = cv2.getBuildInformation()
     simd = re.search(r"Dispatched code generation:\s*(.+)", build)
     yield Finding("OpenCV", f"{cv2.__version__}, SIMD {simd[1].strip() if simd else 'of its baseline only'}")
-    yield Finding("OpenCV threads", f"{cv2.getNumThreads()} here; 1 in each worker")
-    turbo = "libjpeg-turbo" if pillow.check("libjpeg_turbo") else "libjpeg"
-    webp = "yes" if pillow.check("webp") else "no"
-    for name, library, in_pillow in (("JPEG", "libjpeg-turbo", turbo), ("WEBP", "", webp)):
+    remedy = "pip install --force-reinstall opencv-python-headless, whose wheels have it"
+    for name, library in (("JPEG", "libjpeg-turbo"), ("WEBP", "")):
         line = re.search(rf"^\s*{name}:\s*(.+)$", build, flags=re.MULTILINE)
         codec = line[1].strip() if line else "NO"
-        fine = library in codec and not codec.startswith("NO")
-        remedy = "pip install --force-reinstall opencv-python-headless, whose wheels have it"
-        yield check(fine, name, f"OpenCV: {codec}" + (f"; Pillow: {in_pillow}" if fine else ""), remedy)
+        yield check(library in codec and not codec.startswith("NO"), name, f"OpenCV: {codec}", remedy)
 
 
 def storage(runs: Path) -> Iterator[Finding]:
@@ -151,35 +146,28 @@ def storage(runs: Path) -> Iterator[Finding]:
         remedy = "give --out a folder that you may write to"
         yield check(False, "runs", f"no permission to write in {existing}", remedy, otherwise="missing")
     else:
-        fine = free >= LEAST_FREE_GB
-        found = f"{free:.0f} GB free, writable" if fine else f"{free:.1f} GB free in {existing}"
         remedy = "a checkpoint of ViT-B takes 1.6 GB; free some space, or give --out another disk"
-        yield check(fine, "runs", found, remedy)
+        yield check(free >= LEAST_FREE_GB, "runs", f"{free:.1f} GB free in {existing}, writable", remedy)
     if Path("/dev/shm").is_dir():
         shared = shutil.disk_usage("/dev/shm").free / 2**30
         remedy = "workers may run out of it: start the container with --shm-size=8g, or use --workers 0"
-        yield check(shared >= 1.0, "shared memory", f"{shared:.{0 if shared >= 1.0 else 2}f} GB", remedy)
+        yield check(shared >= 1.0, "shared memory", f"{shared:.1f} GB", remedy)
 
 
 def compiling() -> Iterator[Finding]:
     if torch.cuda.is_available():
-        triton = importlib.util.find_spec("triton") is not None
-        remedy = "--compile needs it: pip install triton"
-        yield check(triton, "--compile", "triton" if triton else "no triton", remedy, otherwise="missing")
+        found, remedy = importlib.util.find_spec("triton") and "triton", "pip install triton"
     else:
-        compiler = cpp_compiler()
-        found = f"possible with {compiler}" if compiler else "no C++ compiler"
-        yield check(bool(compiler), "--compile", found, "install g++, if you want --compile on the CPU")
+        found, remedy = cpp_compiler(), "install g++"
+    text = f"possible with {found}" if found else "not possible"
+    yield check(bool(found), "--compile", text, f"if you want it: {remedy}")
 
 
 def processes() -> Iterator[Finding]:
     wanted = "nccl" if torch.cuda.is_available() else "gloo"
-    backends: list[str] = []
-    if dist.is_available():
-        known = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}
-        backends = [name for name, available in known.items() if available]
+    fine = dist.is_available() and (dist.is_nccl_available() if wanted == "nccl" else dist.is_gloo_available())
     remedy = f"install a torch build with {wanted}"
-    yield check(wanted in backends, "several processes", ", ".join(backends) or "none", remedy, otherwise="missing")
+    yield check(fine, "several processes", wanted if fine else f"no {wanted}", remedy, otherwise="missing")
 
 
 def extras() -> Iterator[Finding]:

@@ -7,7 +7,7 @@ out what the last block would do for unused tokens. Norms, activations and the s
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +51,7 @@ class Sizes:
     dim: int
     depth: int
     in_chans: int = 3
+    parameters: int = field(default=0, compare=False)  # of the encoder (Table "backbone")
 
     @property
     def patches(self) -> int:
@@ -64,17 +65,11 @@ def sizes_of(model: str, *, image_size: int | None = None, patch_size: int | Non
         encoder = create_encoder(model, image_size=image_size, patch_size=patch_size)
     height, _ = encoder.patch_embed.img_size or (0, 0)
     patch, _ = encoder.patch_embed.patch_size
-    return Sizes(int(height), int(patch), encoder.embed_dim, len(encoder.blocks))
+    parameters = sum(parameter.numel() for parameter in encoder.parameters())
+    return Sizes(int(height), int(patch), encoder.embed_dim, len(encoder.blocks), parameters=parameters)
 
 
 # ---------------------------------------------------------------------------------------------------- closed form
-
-
-def encoder_parameters(sizes: Sizes) -> int:
-    """Of the ViT: patch embedding, class token, positions, blocks, last norm (Table "backbone")."""
-    d = sizes.dim
-    embedding = sizes.in_chans * sizes.patch_size**2 * d + d + d + (sizes.patches + 1) * d
-    return embedding + sizes.depth * (12 * d * d + 13 * d) + 2 * d
 
 
 def encoder_flops(sizes: Sizes, *, attention: bool = False, class_token: bool = False) -> int:
@@ -104,9 +99,9 @@ class Iteration:
 
     online_views: int  # through encoder and heads, forward and backward
     momentum_views: int  # forward only
-    local_views: int  # online passes per local crop
     online_head: int  # FLOPs of the heads for one online view
-    momentum_head: int
+    momentum_head: int = 0
+    local_views: int = 1  # online passes per local crop
     extra_online: int = 0  # heads of patch tokens and regions
     extra_momentum: int = 0
     online_all_tokens: int = 0  # online views whose patch tokens are used, too
@@ -120,31 +115,32 @@ def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = Non
     option = {**asdict(METHOD_OPTIONS[method]()), **(options or {})}
     d, hidden, out = sizes.dim, option["head_hidden"], option["head_out"]
     if method == "simclr":
-        return Iteration(2, 0, 1, mlp_flops(d, *[hidden] * (option["head_layers"] - 1), out), 0)
+        return Iteration(2, 0, mlp_flops(d, *[hidden] * (option["head_layers"] - 1), out))
     if method == "swav":
-        return Iteration(2, 0, 1, mlp_flops(d, hidden, out, option["prototypes"]), 0)
+        return Iteration(2, 0, mlp_flops(d, hidden, out, option["prototypes"]))
     if method in ("dino", "ibot"):
         bottleneck = option["head_bottleneck"]
         embed, score = mlp_flops(d, hidden, hidden, bottleneck), mlp_flops(bottleneck, out)
+        plain = Iteration(2, 2, embed + score, embed + score)
         if method == "dino":
-            return Iteration(2, 2, 1, embed + score, embed + score)
+            return plain
         masked = 2 * round(option["mask_probability"] * sum(option["mask_ratio"]) / 2 * sizes.patches)
-        teacher = 2 * sizes.patches * embed + masked * score
-        return Iteration(2, 2, 1, embed + score, embed + score, masked * (embed + score), teacher, 2, 2)
+        return replace(
+            plain,
+            extra_online=masked * (embed + score),
+            extra_momentum=2 * sizes.patches * embed + masked * score,
+            online_all_tokens=2,
+            momentum_all_tokens=2,
+        )
     project = mlp_flops(d, hidden, out) if method == "byol" else mlp_flops(d, hidden, hidden, out)
     query = project + mlp_flops(out, hidden, out)
     if method == "regioncl":
-        return Iteration(2, 1, 1, query, project, extra_online=query, online_all_tokens=1)
-    regions = np.mean(option["num_mix"]) if option.get("region_weight") else 0
-    return Iteration(
-        online_views=2,
-        momentum_views=3 if method in ("patchmix", "sdmp") else 2,
-        local_views=2 if method == "patchmix" else 1,
-        online_head=query,
-        momentum_head=project,
-        extra_online=round(regions * query),
-        online_all_tokens=int(regions > 0),
-    )
+        return Iteration(2, 1, query, project, extra_online=query, online_all_tokens=1)
+    if method != "patchmix":
+        return Iteration(2, 3 if method == "sdmp" else 2, query, project)
+    regions = np.mean(option["num_mix"]) if option["region_weight"] else 0
+    tokens = int(regions > 0)
+    return Iteration(2, 3, query, project, 2, extra_online=round(regions * query), online_all_tokens=tokens)
 
 
 def method_flops(
@@ -198,21 +194,8 @@ def config_flops(config: Config, *, class_token: bool = True) -> int | None:
 # -------------------------------------------------------------------------------------------------------- counted
 
 
-@dataclass(frozen=True)
-class Counted:
-    """FLOPs that torch counted: matrix products and convolutions; `attention` is the part of attention's products."""
-
-    forward: int
-    backward: int
-    attention: int
-
-    @property
-    def total(self) -> int:
-        return self.forward + self.backward
-
-
-def count_flops(method: nn.Module, views: Sequence[Tensor]) -> Counted:
-    """Runs one pass forward and backward under torch's counter.
+def count_flops(method: nn.Module, views: Sequence[Tensor]) -> tuple[int, int]:
+    """FLOPs of one pass forward and backward, as torch counts them: matrix products and convolutions.
 
     Backward is a little less than 2 × forward: images and frozen layers need no gradients.
     """
@@ -222,11 +205,7 @@ def count_flops(method: nn.Module, views: Sequence[Tensor]) -> Counted:
         with FlopCounterMode(display=False) as backward:
             loss.backward()
     method.zero_grad(set_to_none=True)
-    attention = 0
-    for counter in (forward, backward):
-        by_operation = counter.get_flop_counts().get("Global", {})
-        attention += sum(n for operation, n in by_operation.items() if "bmm" in str(operation))
-    return Counted(forward.get_total_flops(), backward.get_total_flops(), attention)
+    return forward.get_total_flops(), backward.get_total_flops()
 
 
 # ---------------------------------------------------------------------------------------------------------- table
@@ -272,43 +251,43 @@ def flops_table(settings: Flops) -> list[FlopsRow]:
             full = method_flops(method, sizes, **crops, attention=True, class_token=True)
             same_crops = (number, size) == PAPER_CROPS.get(method, (number, size))
             paper = PAPER_GFLOPS[method][MODELS.index(model)] * 1e9 if as_paper and same_crops else None
-            rows.append(FlopsRow(method, model, number, size, encoder_parameters(sizes), paper, linear, full))
+            rows.append(FlopsRow(method, model, number, size, sizes.parameters, paper, linear, full))
     return rows
 
 
 def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
     """Prints parameters and FLOPs of one iteration, for one method and model or for all of the paper's."""
     caption = "GFLOPs of one iteration; linear: the paper's way of counting; full: with attention and all heads"
-    gap = 1 if settings.count else 2  # 80 columns are enough
     title = f"Cost of one iteration, batch {settings.batch}"
+    gap = 1 if settings.count else 2  # 80 columns are enough
     table = Table(title=title, caption=caption, box=None, padding=(0, gap, 0, 0))
-    columns = ["method", "model", "crops", "M par.", "paper", "linear", "off by", "full"]
-    for column in [*columns, "counted"] if settings.count else columns:
-        table.add_column(column, justify="left" if column in ("method", "model") else "right", no_wrap=True)
     rows = flops_table(settings)
     for row in rows:
-        cells = [
-            row.method,
-            row.model,
-            f"{row.local_crops}×{row.local_size}" if row.local_crops else "–",
-            f"{row.parameters / 1e6:.1f}",
-            "–" if row.paper is None else f"{row.paper / 1e9:.1f}",
-            f"{row.linear / 1e9:.1f}",
-            "–" if row.difference is None else f"{100 * row.difference:+.2f}%",
-            f"{row.full / 1e9:.1f}",
-        ]
-        table.add_row(*cells, *([_counted(row, settings)] if settings.count else []))
+        cells = {
+            "method": row.method,
+            "model": row.model,
+            "crops": f"{row.local_crops}×{row.local_size}" if row.local_crops else "–",
+            "M par.": f"{row.parameters / 1e6:.1f}",
+            "paper": "–" if row.paper is None else f"{row.paper / 1e9:.1f}",
+            "linear": f"{row.linear / 1e9:.1f}",
+            "off by": "–" if row.difference is None else f"{100 * row.difference:+.2f}%",
+            "full": f"{row.full / 1e9:.1f}",
+        }
+        if settings.count:
+            cells["counted"] = _counted(row, settings)
+        if not table.columns:
+            for name in cells:
+                table.add_column(name, justify="left" if name in ("method", "model") else "right", no_wrap=True)
+        table.add_row(*cells.values())
     (console or Console()).print(table)
     return rows
 
 
 def _counted(row: FlopsRow, settings: Flops) -> str:
     """What torch counts on tensors without values, in G; – where the work depends on values."""
-    crops = {"local_crops": row.local_crops, "local_size": row.local_size}
+    options: dict[str, Any] = {"batch": settings.batch, "image_size": settings.image_size}
     try:
-        method, views = build_weightless(
-            row.method, row.model, batch=settings.batch, image_size=settings.image_size, **crops
-        )
-        return f"{count_flops(method, views).total / 1e9:.1f}"
+        crops = {"local_crops": row.local_crops, "local_size": row.local_size}
+        return f"{sum(count_flops(*build_weightless(row.method, row.model, **options, **crops))) / 1e9:.1f}"
     except DynamicOutputShapeException:
         return "–"
