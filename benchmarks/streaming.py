@@ -21,7 +21,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from patchmix.data import CenterCrop, Loader, Source, open_source
+from patchmix.data.contract import Source
+from patchmix.data.loader import Loader
+from patchmix.data.sources import open_source
+from patchmix.data.views import CenterCrop
 from patchmix.data.write_shards import write_shards
 from patchmix.settings import Shards
 

@@ -170,7 +170,9 @@ class TestWorkers:
         script = tmp_path / "script.py"
         script.write_text(
             "import multiprocessing\n"
-            "from patchmix.data import Loader, Views, open_source, two_views\n"
+            "from patchmix.data.loader import Loader\n"
+            "from patchmix.data.sources import open_source\n"
+            "from patchmix.data.views import Views, two_views\n"
             "if __name__ == '__main__':\n"
             "    multiprocessing.set_start_method('spawn')\n"
             "    views = Views(two_views(128), seed=0)\n"
@@ -188,7 +190,9 @@ class TestWorkers:
         script = tmp_path / "script.py"
         script.write_text(
             "import multiprocessing, sys, time\n"
-            "from patchmix.data import CenterCrop, Loader, open_source\n"
+            "from patchmix.data.loader import Loader\n"
+            "from patchmix.data.sources import open_source\n"
+            "from patchmix.data.views import CenterCrop\n"
             "batches = Loader(open_source('shapes:64'), CenterCrop(32), batch_size=8, seed=0, workers=2).batches()\n"
             "next(batches)\n"
             "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"

@@ -57,21 +57,17 @@ class Crops:
         self.seed = seed
         # Every parameter has its own random number, so leaving some operations out changes no other.
         self._crops = Views([replace(view, jitter=0, gray=0, blur=0, solarize=0) for view in views], seed=seed)
+        self.reduction = self._crops.reduction
 
     def __call__(self, images: Sequence[Pixels | Reduced], *, epoch: int, indices: Indices) -> list[Pixels]:
         return self._crops(images, epoch=epoch, indices=indices)
 
-    def reduction(self, height: int, width: int, *, epoch: int, index: int) -> int:
-        return self._crops.reduction(height, width, epoch=epoch, index=index)
-
     def colors(self, *, epoch: int, indices: Indices) -> npt.NDArray[np.float32]:
         """What is left to do: (N, V, 11), for `change_colors`."""
         any_size = np.ones((len(indices), 2), np.int64)  # only crops depend on it
-        rows = []
-        for number, view in enumerate(self.views):
-            draw = uniforms(DRAWS, self.seed, epoch, indices, number)
-            rows.append(color_rows(draw_parameters(view, any_size, draw)))
-        return np.stack(rows, axis=1)
+        draws = [uniforms(DRAWS, self.seed, epoch, indices, number) for number in range(len(self.views))]
+        drawn = [draw_parameters(view, any_size, draw) for view, draw in zip(self.views, draws, strict=True)]
+        return np.stack([color_rows(parameters) for parameters in drawn], axis=1)
 
 
 def color_rows(drawn: Parameters) -> npt.NDArray[np.float32]:
@@ -156,7 +152,6 @@ def _blur(pixels: Tensor, sigma: Tensor, reach: int) -> Tensor:
 
 def _mirrored(size: int, reach: int, device: torch.device) -> Tensor:
     """Where the pixels -reach … size + reach - 1 of a row are: … 2 1 0 1 2 …, as often as it takes."""
-    places = torch.arange(-reach, size + reach, device=device)
     period = max(2 * (size - 1), 1)
-    places = places.remainder(period)
-    return torch.minimum(places, period - places) if size > 1 else places
+    places = torch.arange(-reach, size + reach, device=device).remainder(period)
+    return torch.minimum(places, period - places)

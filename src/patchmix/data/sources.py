@@ -7,6 +7,7 @@ are looked for in some folders; CIFAR is downloaded when it is in none of them.
 import difflib
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -62,7 +63,9 @@ def _openers(data: str | Path, class_folders: bool = False, progress: bool = Tru
     """The splits that `data` has, and how to open each; raises ValueError when it is nothing we know."""
     titles = {split: f"{data} ({split})" for split in _SPLITS}
     if str(data).partition(":")[0] == "shapes":
-        length = _shapes_length(str(data))
+        if (match := re.fullmatch(r"shapes(:0*[1-9]\d*)?", str(data))) is None:
+            raise ValueError(f"{data!r} needs a number of training images after the colon, such as 'shapes:5000'")
+        length = int(match[1][1:]) if match[1] else None
         return {"train": lambda: shapes_source("train", length), "test": lambda: shapes_source("test")}
     root = None if names_shards(str(data)) else _local(data)
     if root is None and data in _CIFAR:
@@ -74,7 +77,8 @@ def _openers(data: str | Path, class_folders: bool = False, progress: bool = Tru
     if shards := find_shards(str(data)) if root is None else shards_in(root):
         return {s: partial(open_shards, names, name=titles[s], progress=progress) for s, names in shards.items()}
     assert root is not None, "shards are found, or an error is raised"
-    folders = {split: folder for split in _SPLITS if (folder := _split_folder(root, split)) is not None}
+    found = {split: [root / name for name in names if (root / name).is_dir()] for split, names in _FOLDERS.items()}
+    folders = {split: places[0] for split, places in found.items() if places}
     if "train" not in folders:
         classes = class_names(root) if class_folders else None
         return {"train": partial(FolderSource, root, name=titles["train"], classes=classes)}
@@ -113,19 +117,6 @@ def _unknown(data: str, path: Path) -> str:
         close = [str(path.parent / name) for name in names]
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"data {data!r} is neither a name nor a path that exists; {hint}DATA is {FORMS}"
-
-
-def _shapes_length(data: str) -> int | None:
-    _, colon, length = data.partition(":")
-    if not colon:
-        return None
-    if not length.isdecimal() or int(length) == 0:
-        raise ValueError(f"{data!r} needs a number of training images after the colon, such as 'shapes:5000'")
-    return int(length)
-
-
-def _split_folder(root: Path, split: Split) -> Path | None:
-    return next((root / name for name in _FOLDERS[split] if (root / name).is_dir()), None)
 
 
 def _parquet_files(root: Path) -> dict[Split, list[Path]]:

@@ -51,14 +51,6 @@ class View:
     solarize: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"view size {self.size} must be at least 1 pixel; give the model's input size")
-        for name in ("flip", "jitter", "gray", "blur", "solarize", "brightness", "contrast", "saturation"):
-            if not 0 <= getattr(self, name) <= 1:
-                kind = "largest change" if name in ("brightness", "contrast", "saturation") else "probability"
-                raise ValueError(f"{name} {getattr(self, name)} is a {kind}; give a number in 0…1")
-        if not 0 <= self.hue <= 0.5:
-            raise ValueError(f"hue {self.hue} is a largest turn of the color circle; give a number in 0…0.5")
         for name in ("area", "ratio", "sigma"):
             low, high = getattr(self, name)
             if not 0 < low <= high or (name == "area" and high > 1):
@@ -87,13 +79,12 @@ class Views:
     """The transform of pre-training: some views of each image."""
 
     def __init__(self, views: Sequence[View], *, seed: int) -> None:
-        if not views:
-            raise ValueError("views is empty; give at least one View")
         self.views = tuple(views)
         self.seed = seed
 
     def __call__(self, images: Sequence[Pixels | Reduced], *, epoch: int, indices: Indices) -> list[Pixels]:
-        sizes = np.array([_whole_size(image) for image in images], np.int64).reshape(-1, 2)
+        whole = [(image.height, image.width) if isinstance(image, Reduced) else image.shape[:2] for image in images]
+        sizes = np.array(whole, np.int64).reshape(-1, 2)
         pixels = [image.pixels if isinstance(image, Reduced) else image for image in images]
         views = []
         for number, view in enumerate(self.views):
@@ -219,10 +210,6 @@ def _crop_boxes(view: View, sizes: Indices, draw: Floats) -> Indices:
     h, w = np.where(found, h, rest_h), np.where(found, w, rest_w)
     top, left = np.where(found, top, (height - h) // 2), np.where(found, left, (width - w) // 2)
     return np.stack([top, left, h, w], axis=1)
-
-
-def _whole_size(image: Pixels | Reduced) -> tuple[int, int]:
-    return (image.height, image.width) if isinstance(image, Reduced) else (image.shape[0], image.shape[1])
 
 
 def _at_scale(parameters: Parameters, images: Sequence[Pixels | Reduced]) -> Parameters:
