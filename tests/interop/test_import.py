@@ -99,15 +99,6 @@ def test_other_heads_than_the_project_uses_are_noted(make_foreign, file: Path) -
     assert "6 heads as given; patchmix-authors itself uses 12 for dim 384" in imported.notes
 
 
-@pytest.mark.parametrize(("name", "arch"), [("mocov3", "vit-small"), ("authors", "vit_small")])
-def test_contradicting_signs_need_the_format(name: str, arch: str, make_foreign, file: Path) -> None:
-    checkpoint = make_foreign(name).checkpoint
-    torch.save(checkpoint | {"arch": arch}, file)
-    with pytest.raises(ValueError, match=r"ambiguous.*--format"):
-        import_checkpoint(file)
-    assert import_checkpoint(file, format="mocov3").format == "mocov3"
-
-
 @pytest.mark.parametrize(("name", "format"), [("mocov3", "mocov3"), ("authors", "patchmix-authors")])
 def test_the_position_table_decides_without_arch(name: str, format: str, make_foreign, file: Path) -> None:
     checkpoint = make_foreign(name).checkpoint

@@ -151,38 +151,22 @@ def tensors_of(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def detect(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
-    """The name of the format; a ValueError when the tensors are of no ViT or fit two formats."""
+    """The name of the format; a ValueError when the tensors are of no ViT."""
     if any(re.search(r"encoder_layer_\d+\.self_attention\.in_proj_weight", name) for name in tensors):
         return "torchvision"
     if not any("patch_embed.proj" in name for name in tensors):
         raise ValueError(_not_a_vit(tensors))
+    # A fixed table of positions is a signature. It matters: MoCo v3's ViT-S has 12 heads, timm's has 6.
+    table = _position_table(tensors)
     if any(re.search(r"(^|[./])(base|momentum)_encoder\.", name) for name in tensors):
-        return _mocov3_or_authors(tensors, entries)
+        return "mocov3" if table == "row" else "patchmix-authors"
     if any("masked_embed" in name or "last_layer2" in name for name in tensors) or "ibot_loss" in entries:
         return "ibot"
     if any(re.match(rf"(student/|teacher/|(state_dict/)?{_WRAPPED}backbone\.)", name) for name in tensors):
         return "dino"
     if any(re.search(r"(^|[./])decoder_(embed|blocks)\.", name) for name in tensors):
         return "mae"
-    # A fixed table of positions is a signature. It matters: MoCo v3's ViT-S has 12 heads, timm's has 6.
-    return {"row": "mocov3", "column": "mae", None: "timm"}[_position_table(tensors)]
-
-
-def _mocov3_or_authors(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
-    """Both name their tensors alike; MoCo v3 fixes its position embedding to a table, PatchMix's authors train it."""
-    arch = str(entries.get("arch", ""))
-    by_arch = by_position = "mocov3" if _position_table(tensors) == "row" else "patchmix-authors"
-    if re.fullmatch(r"vit_(conv_)?(small|base|large|huge)", arch):
-        by_arch = "mocov3"
-    elif re.fullmatch(r"vit-(tiny|small|base)", arch):
-        by_arch = "patchmix-authors"
-    if by_arch != by_position:
-        kind = "a fixed sin-cos table" if by_position == "mocov3" else "learned"
-        raise ValueError(
-            f"the checkpoint is ambiguous: arch {arch!r} is a name of {by_arch}, but its position embedding is {kind}, "
-            f"as in {by_position}; say which it is with format (--format {by_arch} or --format {by_position})"
-        )
-    return by_arch
+    return {"row": "mocov3", "column": "mae", None: "timm"}[table]
 
 
 def _position_table(tensors: Mapping[str, Any]) -> Literal["row", "column"] | None:
@@ -202,12 +186,10 @@ def _position_table(tensors: Mapping[str, Any]) -> Literal["row", "column"] | No
 
 def _not_a_vit(tensors: Mapping[str, Any]) -> str:
     known = {
-        "layer1.0.conv1": "a ResNet",
-        "relative_position_bias_table": "a Swin Transformer",
-        "embeddings.patch_embeddings": "a Hugging Face transformers ViT, whose names are not read here",
+        "layer1.0.conv1": "it looks like a ResNet",
+        "relative_position_bias_table": "it looks like a Swin Transformer",
+        "embeddings.patch_embeddings": "it looks like a Hugging Face transformers ViT, whose names are not read here",
+        "": f"it has {', '.join(list(tensors)[:3]) or 'no tensors'}",
     }
-    seen = f"it has {', '.join(list(tensors)[:3]) or 'no tensors'}"
-    for part, what in known.items():
-        if any(part in name for name in tensors):
-            seen = f"it looks like {what}"
+    seen = next(what for part, what in known.items() if any(part in name for name in tensors) or not part)
     return f"no patch_embed.proj among {len(tensors)} tensors, so this is not a timm-style ViT: {seen}"
