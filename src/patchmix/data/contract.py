@@ -54,6 +54,11 @@ class Groups(NamedTuple):
         """The group of a sample."""
         return int(np.searchsorted(self.starts, index, side="right")) - 1
 
+    def around(self, index: int, length: int) -> tuple[int, int]:
+        """Where the group of a sample begins and ends."""
+        start, stop = self.bounds(length)[self.of(index) :][:2].tolist()
+        return start, stop
+
 
 def groups_of(source: Source) -> Groups | None:
     """What a source says in its optional attribute `groups`; None where every sample costs the same."""

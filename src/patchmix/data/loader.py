@@ -190,22 +190,15 @@ class _Batches(Dataset[Batch | ValueError]):
         yield position
         if self._seed is None:
             return
+        groups, anywhere = groups_of(self._source), (0, len(self._source))
+        near = anywhere if groups is None else groups.around(position, len(self._source))
         for attempt in range(_REPLACEMENTS):
-            first, count = self._near(position) if attempt < _NEAR else (0, len(self._source))
-            yield first + int(hash_words(self._seed, epoch, position, attempt)[0]) % count
+            first, end = near if attempt < _NEAR else anywhere
+            yield first + int(hash_words(self._seed, epoch, position, attempt)[0]) % (end - first)
         raise ValueError(
             f"{_REPLACEMENTS} random images of {self._source.name} in a row cannot be decoded "
             f"(last: {bad[-1]}); repair or remove them"
         )
-
-    def _near(self, position: int) -> tuple[int, int]:
-        """(first, count) of the samples that cost little when `position` was just read."""
-        groups = groups_of(self._source)
-        if groups is None:
-            return 0, len(self._source)
-        group = groups.of(position)
-        first, end = groups.bounds(len(self._source))[group : group + 2].tolist()
-        return first, end - first
 
 
 def _run(

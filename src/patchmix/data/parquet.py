@@ -34,11 +34,11 @@ class ParquetSource:
         if not any(group.num_rows for group in groups):
             raise ValueError(f"no rows in {', '.join(str(file) for file in self._files)!r}; give another file")
         self._length: int = sum(group.num_rows for group in groups)
-        self._starts = np.cumsum([0, *(group.num_rows for group in groups[:-1])])
+        starts = np.cumsum([0, *(group.num_rows for group in groups[:-1])])
         self._file_starts = np.cumsum([0, *(p.metadata.num_rows for p in opened[:-1])])
         # Half of what is kept: while windows change, two of them are in use.
         window = _CACHED_BYTES * len(groups) // (2 * max(1, sum(group.total_byte_size for group in groups)))
-        self.groups = Groups(self._starts, max(1, min(_MOST_GROUPS, window)))
+        self.groups = Groups(starts, max(1, min(_MOST_GROUPS, window)))
         schema = opened[0].schema_arrow
         self._image_column = _image_column(schema, self._files[0])
         integers = [field.name for field in schema if pa.types.is_integer(field.type)]
@@ -81,12 +81,12 @@ class ParquetSource:
     def _group_of(self, index: int) -> int:
         if not 0 <= index < self._length:
             raise IndexError(f"index {index} is outside {self.name}, which has {self._length} rows")
-        return int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self.groups.of(index)
 
     def encoded(self, index: int) -> bytes:
         """The image file's bytes, as they are. Raises DecodeError."""
         group = self._group_of(index)
-        value = self._column(group)[index - int(self._starts[group])].as_py()
+        value = self._column(group)[index - int(self.groups.starts[group])].as_py()
         if not value:
             raise DecodeError(self.key(index), "has no bytes")
         return bytes(value)

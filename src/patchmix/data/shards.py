@@ -159,9 +159,8 @@ class ShardSource:
         self.classes = index.classes
         self._shards = tuple(shards)
         self._index = index
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(index.counts)[:-1]])
         mean = max(1, int(index.shard_bytes.mean()))
-        self.groups = Groups(self._starts, max(1, min(_MOST_SHARDS, _WINDOW_BYTES // mean)))
+        self.groups = Groups(np.cumsum(index.counts) - index.counts, max(1, min(_MOST_SHARDS, _WINDOW_BYTES // mean)))
         self.labels: Labels | None = index.labels if len(index.labels) and index.labels.min() >= 0 else None
         self.release()
 
@@ -207,7 +206,7 @@ class ShardSource:
     def _shard_of(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is outside {self.name}, which has {len(self)} samples")
-        return int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self.groups.of(index)
 
     def _read(self, shard: int, size: int, offset: int) -> bytes:
         def read() -> bytes:
