@@ -1,7 +1,7 @@
 """Bytes → upright RGB pixels: uint8 (H, W, 3).
 
-OpenCV decodes what it decodes right and fast (8-bit JPEG, PNG and WebP without alpha); Pillow does the rest. Pixels
-with alpha are composited over white. 16-bit images keep their high byte. An animation is its first frame.
+OpenCV decodes what it decodes right and fast (8-bit JPEG and PNG without alpha); Pillow does the rest. Pixels with
+alpha are composited over white. 16-bit images keep their high byte. An animation is its first frame.
 """
 
 import io
@@ -92,25 +92,19 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
 
 
 def read_header(data: bytes) -> Header | None:
-    """Size and kind from the first bytes of a JPEG, PNG or WebP; None where it takes Pillow to read them."""
+    """Size and kind from the first bytes of a JPEG or PNG; None where it takes Pillow to read them."""
     try:
         if data[:3] == b"\xff\xd8\xff":
             return _jpeg_header(data)
-        if data[:8] == b"\x89PNG\r\n\x1a\n":
-            return _png_header(data)
-        if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-            return _webp_header(data)
+        return _png_header(data) if data[:8] == b"\x89PNG\r\n\x1a\n" else None
     except (IndexError, struct.error):  # cut off inside its header
         return None
-    return None
 
 
 def _jpeg_header(data: bytes) -> Header | None:
     position = 2
     simple = True
-    while True:
-        if data[position] != 0xFF:
-            return None
+    while data[position] == 0xFF and data[position + 1] not in (0xD9, 0xDA):  # before the pixels
         marker = data[position + 1]
         if marker == 0xFF:  # a fill byte
             position += 1
@@ -124,9 +118,8 @@ def _jpeg_header(data: bytes) -> Header | None:
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             precision, height, width, channels = struct.unpack_from(">BHHB", data, position + 4)
             return Header(height, width, simple and precision == 8 and channels in (1, 3))
-        if marker in (0xD9, 0xDA):
-            return None
         position += 2 + length
+    return None
 
 
 def _png_header(data: bytes) -> Header:
@@ -138,25 +131,9 @@ def _png_header(data: bytes) -> Header:
     return Header(height, width, simple)
 
 
-def _webp_header(data: bytes) -> Header | None:
-    kind = data[12:16]
-    if kind == b"VP8L":
-        (bits,) = struct.unpack_from("<I", data, 21)
-        has_alpha = bool(bits >> 28 & 1)
-        return Header((bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1, not has_alpha)
-    if kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
-        width, height = struct.unpack_from("<HH", data, 26)
-        return Header(height & 0x3FFF, width & 0x3FFF, True)
-    return None  # extended: alpha, animation or EXIF
-
-
 def _is_complete(data: bytes) -> bool:
     """Whether the file's end is there. If not, Pillow says what is wrong, where OpenCV prints to stderr on its own."""
-    if data[:2] == b"\xff\xd8":
-        return data.rstrip(b"\0")[-2:] == b"\xff\xd9"
-    if data[:4] == b"RIFF":
-        return len(data) >= 8 + int(struct.unpack_from("<I", data, 4)[0])
-    return b"IEND" in data[-16:]
+    return data.rstrip(b"\0")[-2:] == b"\xff\xd9" if data[:2] == b"\xff\xd8" else b"IEND" in data[-16:]
 
 
 def _decode_opencv(data: bytes, header: Header | None, flags: int) -> Pixels | None:

@@ -163,20 +163,14 @@ def _open_cifar(name: str, *, train: bool) -> Any:
 
     kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
     roots = _data_roots()
-    for root in roots:
-        unpacked, packed = root / kind.base_folder, root / kind.filename
-        if not (unpacked.is_dir() or packed.is_file()):
-            continue
-        try:
-            return kind(root, train=train, download=packed.is_file())
-        except RuntimeError as error:
-            shown = packed if packed.is_file() else unpacked
-            raise ValueError(f"{str(shown)!r} is incomplete or damaged (md5 differs); remove it") from error
-    target = roots[0] if os.environ.get("PATCHMIX_DATA") else roots[-1]
+    held = [root / name for root in roots for name in (kind.filename, kind.base_folder) if (root / name).exists()]
+    root = held[0].parent if held else roots[0 if os.environ.get("PATCHMIX_DATA") else -1]
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        return kind(target, train=train, download=True)
+        root.mkdir(parents=True, exist_ok=True)
+        return kind(root, train=train, download=not held or held[0].is_file())
     except (URLError, OSError, RuntimeError) as error:
+        if held:
+            raise ValueError(f"{str(held[0])!r} is incomplete or damaged (md5 differs); remove it") from error
         reason = getattr(error, "reason", None) or error
         raise ValueError(
             f"{name!r} is not in {_places()} and cannot be downloaded ({reason}); put {kind.filename} from "
