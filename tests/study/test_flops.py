@@ -12,12 +12,14 @@ from patchmix.build import build_weightless
 from patchmix.cli import main
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import create_encoder
+from patchmix.recipes import paper
 from patchmix.settings import Flops
 from patchmix.study.flops import (
     MODELS,
     PAPER_GFLOPS,
     Iteration,
     Sizes,
+    config_flops,
     count_flops,
     encoder_flops,
     flops,
@@ -173,6 +175,38 @@ def test_the_closed_form_follows_the_methods_options(method: str) -> None:
     as_it_runs: dict[str, Any] = {"batch": 2, "attention": True, "class_token": True}
     assert method_flops(method, Sizes(32, 4, 48, 2), options=options, **as_it_runs) == pytest.approx(counted, rel=0.02)
     assert method_flops(method, Sizes(32, 4, 48, 2), **as_it_runs) != pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"directions": "shared", "plain_share": 0.25, "region_weight": 1.0, "weights": (0.5, 0.5, 0.0), "num_mix": 2},
+        {"directions": "symmetric", "mixed_share": 0.5},
+        {"weights": (0.0, 1.0, 0.0)},
+        {"weights": (1.0, 0.0, 0.0), "directions": "shared"},
+    ],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_closed_form_knows_directions_shares_and_dropout(options: dict[str, Any], dropout: float) -> None:
+    options |= {"head_hidden": 96, "head_out": 24}
+    built = REGISTERED["patchmix"](
+        create_encoder("vit_tiny_patch4_32", dim=48, depth=2, heads=2), METHOD_OPTIONS["patchmix"](**options)
+    ).train()
+    built.drop_tokens(dropout)
+    counted = sum(count_flops(built, [torch.randn(8, 3, 32, 32) for _ in range(2)]))
+    as_it_runs: dict[str, Any] = {"batch": 8, "attention": True, "class_token": True, "token_dropout": dropout}
+    expected = method_flops("patchmix", Sizes(32, 4, 48, 2), options=options, **as_it_runs)
+    assert expected == pytest.approx(counted, rel=0.03)
+
+
+def test_a_runs_cost_is_that_of_its_stages() -> None:
+    config = paper("vit_tiny_patch4_32")
+    small = config_flops(config.replace(image_size=16))
+    half = config_flops(config.replace(image_sizes=(16, 32)))
+    full = config_flops(config)
+    assert small is not None and full is not None and half == pytest.approx((small + full) / 2)
+    dropped, always = (config_flops(config.replace(token_dropout=share)) for share in ((0.5, 0.0), (0.25, 0.25)))
+    assert dropped is not None and dropped < full and dropped == pytest.approx(always, rel=0.01)
 
 
 def test_the_table_prints_the_paper_beside_ours() -> None:

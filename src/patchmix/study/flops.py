@@ -24,6 +24,7 @@ from patchmix.build import build_weightless
 from patchmix.config import Config
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import create_encoder
+from patchmix.schedules import Linear, stage
 from patchmix.settings import Flops
 
 MODELS = ("vit_tiny_patch2_32", "vit_small_patch2_32", "vit_base_patch2_32")
@@ -72,12 +73,14 @@ def sizes_of(model: str, *, image_size: int | None = None, patch_size: int | Non
 # ---------------------------------------------------------------------------------------------------- closed form
 
 
-def encoder_flops(sizes: Sizes, *, attention: bool = False, class_token: bool = False) -> int:
+def encoder_flops(
+    sizes: Sizes, *, attention: bool = False, class_token: bool = False, token_dropout: float = 0.0
+) -> int:
     """One image through the ViT: patch embedding and blocks with an MLP of four times the width.
 
     class_token: the last block computes the class token only, as it does here where the others are not used.
     """
-    tokens, d = sizes.patches + 1, sizes.dim
+    tokens, d = max(1, round((1 - token_dropout) * sizes.patches)) + 1, sizes.dim
     embedding = 2 * sizes.patches * sizes.in_chans * sizes.patch_size**2 * d
 
     def block(queries: int) -> int:
@@ -97,14 +100,14 @@ def mlp_flops(*widths: int) -> int:
 class Iteration:
     """FLOPs and passes of one image in one iteration."""
 
-    online_views: int  # through encoder and heads, forward and backward
+    online_views: float  # through encoder and heads, forward and backward
     momentum_views: int  # forward only
     online_head: int  # FLOPs of the heads for one online view
     momentum_head: int = 0
     local_views: int = 1  # online passes per local crop
     extra_online: int = 0  # heads of patch tokens and regions
     extra_momentum: int = 0
-    online_all_tokens: int = 0  # online views whose patch tokens are used, too
+    online_all_tokens: float = 0  # online views whose patch tokens are used, too
     momentum_all_tokens: int = 0
 
 
@@ -138,9 +141,21 @@ def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = Non
         return Iteration(2, 1, query, project, extra_online=query, online_all_tokens=1)
     if method != "patchmix":
         return Iteration(2, 3 if method == "sdmp" else 2, query, project)
-    regions = np.mean(option["num_mix"]) if option["region_weight"] else 0
-    tokens = int(regions > 0)
-    return Iteration(2, 3, query, project, 2, extra_online=round(regions * query), online_all_tokens=tokens)
+    oto, mto, mtm = option["weights"]
+    region, shared = option["region_weight"], option["directions"] == "shared"
+    ways = 2 if option["directions"] == "symmetric" else 1
+    plain = ways * option["plain_share"] * bool(oto)
+    mixed = ways * option["mixed_share"] * bool(mto or mtm or region)
+    origin_keys = 2 if ways == 2 else bool(oto and not shared) + bool(mto or region or (oto and shared))
+    return Iteration(
+        plain + mixed,
+        origin_keys + ways * bool(mtm),
+        query,
+        project,
+        local_views=2,
+        extra_online=round(mixed * np.mean(option["num_mix"]) * query) if region else 0,
+        online_all_tokens=mixed if region else 0,
+    )
 
 
 def method_flops(
@@ -154,6 +169,7 @@ def method_flops(
     local_crops: int = 0,
     local_size: int = 96,
     patch_heads: bool = True,
+    token_dropout: float = 0.0,
 ) -> int:
     """One training iteration of a method, in closed form; see `encoder_flops` and `iteration`.
 
@@ -161,32 +177,43 @@ def method_flops(
     leaves out iBOT's head on patch tokens, as the paper's column seems to.
     """
     steps = iteration(method, sizes, options)
-    view = encoder_flops(sizes, attention=attention, class_token=class_token)
-    rest = encoder_flops(sizes, attention=attention) - view  # of a view whose other tokens are used, too
-    crop = encoder_flops(replace(sizes, image_size=local_size), attention=attention, class_token=class_token)
-    online = steps.online_views * (view + steps.online_head) + steps.online_all_tokens * rest
+    cost = functools.partial(encoder_flops, attention=attention)
+    query_cost = functools.partial(cost, token_dropout=token_dropout)
+    key, query = (each(sizes, class_token=class_token) for each in (cost, query_cost))
+    crop = query_cost(replace(sizes, image_size=local_size), class_token=class_token)
+    online = steps.online_views * (query + steps.online_head) + steps.online_all_tokens * (query_cost(sizes) - query)
     online += local_crops * steps.local_views * (crop + steps.online_head)
-    momentum = steps.momentum_views * (view + steps.momentum_head) + steps.momentum_all_tokens * rest
+    momentum = steps.momentum_views * (key + steps.momentum_head) + steps.momentum_all_tokens * (cost(sizes) - key)
     if patch_heads or method != "ibot":
         online, momentum = online + steps.extra_online, momentum + steps.extra_momentum
-    return batch * (3 * online + momentum)
+    return int(batch * (3 * online + momentum))
 
 
 def config_flops(config: Config, *, class_token: bool = True) -> int | None:
-    """FLOPs of a training step per image, with attention; None where no closed form is known."""
-    model, views = config.model, config.views
+    """FLOPs of a training step per image, with attention, on average over the training; None where no closed form is
+    known.
+    """
+    model, views, train = config.model, config.views, config.train
+    dropout, points = Linear(*train.token_dropout, duration=1.0), [(i + 0.5) / 12 for i in range(12)]
     try:
         sizes = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
-        return method_flops(
-            config.method.name,
-            replace(sizes, dim=model.dim or sizes.dim, depth=model.depth or sizes.depth, in_chans=model.in_chans),
-            options=asdict(config.method.options),
-            batch=1,
-            attention=True,
-            class_token=class_token,
-            local_crops=views.local_crops,
-            local_size=views.local_size,
-        )
+        sizes = replace(sizes, dim=model.dim or sizes.dim, depth=model.depth or sizes.depth, in_chans=model.in_chans)
+        stages = train.image_sizes or (sizes.image_size,)
+        costs = [
+            method_flops(
+                config.method.name,
+                replace(sizes, image_size=min(stage(stages, progress), sizes.image_size)),
+                options=asdict(config.method.options),
+                batch=1,
+                attention=True,
+                class_token=class_token,
+                local_crops=views.local_crops,
+                local_size=views.local_size,
+                token_dropout=dropout(progress),
+            )
+            for progress in points
+        ]
+        return round(sum(costs) / len(costs))
     except ValueError:  # another project's method or model
         return None
 
