@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,18 +29,9 @@ from patchmix import distributed
 from patchmix.data.decode import Pixels
 from patchmix.data.loader import Batch
 from patchmix.data.randomness import hash_words
-from patchmix.data.views import as_channels, to_float
+from patchmix.data.views import as_channels
 from patchmix.evaluate.features import extract, usual_resize
-from patchmix.evaluate.protocol import (
-    SupervisedMethod,
-    Task,
-    fit,
-    layer_groups,
-    open_task,
-    top_accuracies,
-    usual_batch,
-    work_folder,
-)
+from patchmix.evaluate.protocol import SupervisedMethod, Task, layer_groups, open_task, top_accuracies, usual_batch
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone, save_weights
 from patchmix.interop.exporting import timm_arguments
@@ -71,13 +63,11 @@ def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
             "image_size": shape.image_size,
             "resize": settings.resize or usual_resize(shape.image_size),
         }
-        identity = task.identity(record)
-        folder = work_folder(task.out, "finetune", identity)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             model = classifier(task.backbone, data.classes, drop_path=settings.drop_path)
         method = FinetuneMethod(model, data.classes, settings).to(task.device).train()
-        last = _train(method, task, record, folder=folder, identity=identity)
+        last, folder = _train(method, task, record)
         details: dict[str, Any] = {
             "best_epoch": last["best_top1_epoch"],
             "best_ema_epoch": last["best_ema_top1_epoch"],
@@ -134,23 +124,18 @@ class FinetuneMethod(SupervisedMethod):
         # With warm-up the average is of use in short trainings, too.
         self.ema = ModelEmaV3(model, decay=settings.ema_decay, use_warmup=True).requires_grad_(False)
         self.tested = 0  # images of the last evaluation
-        self.smoothing = settings.label_smoothing
-        self.mixup: Mixup | None = None
-        if settings.mixup or settings.cutmix:
-            self.mixup = Mixup(  # type: ignore[no-untyped-call]
-                mixup_alpha=settings.mixup,
-                cutmix_alpha=settings.cutmix,
-                label_smoothing=settings.label_smoothing,
-                num_classes=classes,
-            )
+        self.mixup = Mixup(  # type: ignore[no-untyped-call]
+            mixup_alpha=settings.mixup,
+            cutmix_alpha=settings.cutmix,
+            prob=1.0 if settings.mixup or settings.cutmix else 0.0,  # labels are smoothed in any case
+            label_smoothing=settings.label_smoothing,
+            num_classes=classes,
+        )
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """batch: images (N, C, H, W), which are changed, and labels (N,)."""
-        images, labels = batch
-        if self.mixup is None:
-            return {"loss": F.cross_entropy(self.encoder(images).float(), labels, label_smoothing=self.smoothing)}
         with seeded_globally(int(torch.randint(2**62, (), generator=self.generator))):
-            images, targets = self.mixup(images, labels)  # targets: (N, K)
+            images, targets = self.mixup(*batch)  # targets: (N, K)
         return {"loss": F.cross_entropy(self.encoder(images).float(), targets)}
 
     def after_step(self, progress: float) -> None:
@@ -158,38 +143,35 @@ class FinetuneMethod(SupervisedMethod):
         self.ema.update(self.encoder, step=int(self.scores.steps))
 
 
-def _train(method: FinetuneMethod, task: Task, record: dict[str, Any], **resume: Any) -> dict[str, float]:
-    seed, workers, architecture = record["seed"], task.settings.workers, task.backbone.architecture
-    mean, std, size = task.backbone.mean, task.backbone.std, architecture.image_size
+def _train(method: FinetuneMethod, task: Task, record: dict[str, Any]) -> tuple[dict[str, float], Path | None]:
+    mean, std, shape = task.backbone.mean, task.backbone.std, task.backbone.architecture
+    size, seed, test = shape.image_size, record["seed"], task.data.test
     erase = Erasing(record["erasing"], seed=seed)
-    test = task.data.test
+    how: dict[str, Any] = {"image_size": size, "resize": record["resize"], "mean": mean, "std": std}
+    how |= {"device": task.device, "workers": task.settings.workers}
     assert test is not None
-    how: dict[str, Any] = {"image_size": size, "resize": record["resize"], "mean": mean, "std": std, "workers": workers}
 
     def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
-        assert batch.labels is not None
-        images = erase(to_float(batch.views[0], mean, std), epoch=batch.epoch, indices=batch.indices)
-        return as_channels(images, architecture.in_chans), batch.labels
+        images, labels = task.prepare(batch)
+        return as_channels(erase(images, epoch=batch.epoch, indices=batch.indices), shape.in_chans), labels
 
     def evaluator(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         for prefix, network in (("", encoder), ("ema_", method.ema.module)):
-            logits = extract(network, test, **how, device=task.device)  # the output of a classifier is its logits
+            logits = extract(network, test, **how)  # the output of a classifier is its logits
             assert logits.labels is not None
             yield from top_accuracies(logits.vectors, logits.labels, prefix).items()
         method.tested = len(logits.vectors)
 
-    return fit(
+    return task.fit(
+        "finetune",
         method,
-        task.data.train,
         TimmAugmentation(size, rand_augment=record["rand_augment"], mean=mean, seed=seed),
+        record,
         prepare=prepare,
         evaluator=evaluator,
         optimizer=torch.optim.AdamW(layer_groups(method.encoder, record["layer_decay"]), lr=0.0),
-        device=task.device,
-        workers=workers,
         warmup=lambda steps: record["warmup_epochs"] / record["epochs"],
         **{name: record[name] for name in ("lr", "min_lr", "weight_decay", "batch_size", "epochs", "seed")},
-        **resume,
     )
 
 

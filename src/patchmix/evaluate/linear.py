@@ -13,12 +13,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix import distributed
-from patchmix.data.loader import Batch
-from patchmix.data.views import View, Views, to_float
+from patchmix.data.views import View, Views
 from patchmix.evaluate import sweep
 from patchmix.evaluate.features import FeatureExtractor, Features
 from patchmix.evaluate.labeled import Labeled, held_out
-from patchmix.evaluate.protocol import SupervisedMethod, Task, fit, open_task, top_accuracies, usual_batch, work_folder
+from patchmix.evaluate.protocol import SupervisedMethod, Task, open_task, top_accuracies, usual_batch
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone, Pool, pooled
 from patchmix.settings import Linear
@@ -84,44 +83,35 @@ class LinearMethod(SupervisedMethod):
 
 
 def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Features) -> Outcome:
-    backbone, data, device, size = task.backbone, task.data, task.device, extractor.image_size
+    data, device, size, seed = task.data, task.device, extractor.image_size, settings.seed
     plan: dict[str, Any] = {
         "epochs": float(settings.epochs or EPOCHS),
         "lr": settings.lr or LR,
         "batch_size": settings.batch_size or usual_batch(size, len(data.train), multiple=distributed.world_size()),
-        "seed": settings.seed,
     }
-    identity = task.identity(plan | {"image_size": size, "resize": extractor.resize, "pool": settings.pool})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        method = LinearMethod(backbone.encoder(), data.classes, settings.pool).to(device)
+        torch.manual_seed(seed)
+        method = LinearMethod(task.backbone.encoder(), data.classes, settings.pool).to(device)
     groups = [{"params": list(method.head.parameters()), "decayed": False}]
     labels = test.labels
     assert labels is not None
-
-    def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
-        assert batch.labels is not None
-        return to_float(batch.views[0], backbone.mean, backbone.std), batch.labels
 
     def evaluator(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         """The encoder is frozen: the test features are always those of the beginning."""
         blocks = [method.head(block.to(device)).float().cpu() for block in test.vectors.split(4096)]  # type: ignore[no-untyped-call]
         yield from top_accuracies(torch.cat(blocks), labels).items()
 
-    last = fit(
+    last, _ = task.fit(
+        "linear",
         method,
-        data.train,
-        Views([View(size, CROP_AREA, flip=0.5, jitter=0.0, gray=0.0, blur=0.0)], seed=settings.seed),
-        prepare=prepare,
+        Views([View(size, CROP_AREA, flip=0.5, jitter=0.0, gray=0.0, blur=0.0)], seed=seed),
+        plan | {"seed": seed, "pool": settings.pool, "image_size": size, "resize": extractor.resize},
         evaluator=evaluator,
         optimizer=torch.optim.SGD(groups, lr=plan["lr"], momentum=0.9, nesterov=True),
-        folder=work_folder(task.out, "linear", identity),
-        identity=identity,
-        device=device,
-        workers=settings.workers,
+        seed=seed,
         **plan,
     )
-    metrics = {name: value for name, value in last.items() if name in ("top1", "top5", "best_top1")}
+    metrics = {name: value for name, value in last.items() if not name.endswith("_epoch")}
     record = {
         "epochs": plan["epochs"],
         "lr": plan["lr"],

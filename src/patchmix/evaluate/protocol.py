@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.loader import Batch, Loader
+from patchmix.data.views import to_float
 from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate.features import SMALL_IMAGES, FeatureExtractor
 from patchmix.evaluate.labeled import Labeled, open_labeled
@@ -47,14 +48,33 @@ class Task:
         options = {name: getattr(self.settings, name) for name in ("pool", "resize", "workers", "cache")}
         return FeatureExtractor(self.backbone, self.device, **options)
 
-    def identity(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """What a training depends on: with the same, it goes on where it was stopped."""
-        return {
+    def fit(
+        self, protocol: str, method: "SupervisedMethod", transform: Any, settings: Mapping[str, Any], **options: Any
+    ) -> tuple[dict[str, float], Path | None]:
+        """`fit` on the training part; returns its values and its folder, if there is one.
+
+        With the same settings, weights and data, it goes on where it was stopped.
+        """
+        identity = {
             "settings": dict(settings),
             "weights": self.digest,
             "architecture": repr(self.backbone.architecture),
             "data": self.data.fingerprint(),
         }
+        folder = work_folder(self.out, protocol, identity)
+        where: dict[str, Any] = {
+            "folder": folder,
+            "identity": identity,
+            "device": self.device,
+            "workers": self.settings.workers,
+        }
+        options = {"prepare": self.prepare} | options
+        return fit(method, self.data.train, transform, **where, **options), folder
+
+    def prepare(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Normalized images (N, 3, H, W), and labels (N,)."""
+        assert batch.labels is not None
+        return to_float(batch.views[0], self.backbone.mean, self.backbone.std), batch.labels
 
     def result(
         self,

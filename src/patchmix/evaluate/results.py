@@ -82,20 +82,18 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 def append_result(folder: Path, result: Result) -> Path:
     """Adds one line to `folder`/results.jsonl, in one write: a crash leaves all lines before it whole."""
     path = folder / FILE
-    line = json.dumps(dataclasses.asdict(result), ensure_ascii=False) + "\n"
+    line = json.dumps(dataclasses.asdict(result), ensure_ascii=False).encode() + b"\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        with path.open("ab+") as file:
+            file.seek(max(0, file.tell() - 1))
+            if file.read(1) not in (b"", b"\n"):
+                line = b"\n" + line  # an earlier line was cut short: do not lose this one, too
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise ValueError(f"can't write to {path} ({error.strerror}); choose another folder for the results") from error
-    try:
-        size = os.fstat(handle).st_size
-        if size and os.pread(handle, 1, size - 1) != b"\n":
-            line = "\n" + line  # an earlier line was cut short: do not lose this one, too
-        os.write(handle, line.encode())
-        os.fsync(handle)
-    finally:
-        os.close(handle)
     return path
 
 

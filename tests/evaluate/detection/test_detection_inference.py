@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchmix.evaluate.detection.coco import CocoImages, mask_of, open_split
+from patchmix.evaluate.detection.coco import CocoImages, mask_of, open_split, score
 from patchmix.evaluate.detection.inference import detect_all, gather_text
 from patchmix.evaluate.detection.model import DetectorFile, Shape
-from patchmix.evaluate.detection.scoring import score
 from patchmix.interop.backbone import Architecture
 
 CPU = torch.device("cpu")

@@ -13,8 +13,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from rich.console import Console
 
-from patchmix.evaluate.detection.coco import CocoImages, coco_of, mask_of, open_split
-from patchmix.evaluate.detection.scoring import save_detections, score
+from patchmix.evaluate.detection.coco import CocoImages, coco_of, mask_of, open_split, save_detections, score
 from patchmix.evaluate.results import Result, print_result
 
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")

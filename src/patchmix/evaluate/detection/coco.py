@@ -1,11 +1,13 @@
-"""A folder in COCO's layout: its images and objects, checked against each other before any training starts."""
+"""A folder in COCO's layout: images and objects, checked before training starts, and average precision on them."""
 
 import contextlib
 import hashlib
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -14,11 +16,16 @@ import numpy as np
 import numpy.typing as npt
 from pycocotools import mask as rle
 from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from patchmix.data.contract import Labels
 from patchmix.data.decode import DecodeError, Pixels, decode
+from patchmix.evaluate.results import AP_NAMES
+from patchmix.files import write_text
 
 Mask = npt.NDArray[np.uint8]
+Entry = dict[str, Any]  # a detection: image_id, category_id, bbox (x, y, width, height), score, segmentation
+KINDS = {"box": "bbox", "mask": "segm"}  # our names and pycocotools'
 
 
 class CocoImages:
@@ -130,20 +137,6 @@ def open_split(data: Path, split: str, *, images: str | None = None, annotations
     return CocoImages(data / (images or split), data / (annotations or f"annotations/instances_{split}.json"))
 
 
-def coco_of(dataset: dict[str, Any]) -> COCO:
-    """pycocotools' object for a parsed file."""
-    coco = COCO()
-    coco.dataset = dataset
-    with silence():
-        coco.createIndex()
-    return coco
-
-
-def silence() -> contextlib.AbstractContextManager[Any]:
-    """Without pycocotools' printed progress."""
-    return contextlib.redirect_stdout(io.StringIO())
-
-
 def mask_of(annotation: dict[str, Any], height: int, width: int) -> Mask:
     """uint8 (height, width) of 0 and 1, in the image's own pixels."""
     shape = annotation["segmentation"]
@@ -158,6 +151,73 @@ def mask_of(annotation: dict[str, Any], height: int, width: int) -> Mask:
             f"annotation {annotation.get('id')} of image id {annotation.get('image_id')} has a mask that can't be "
             f"decoded ({error}); repair the annotation file"
         ) from error
+
+
+# ---------------------------------------------------------------------------------------------------- average precision
+
+
+@dataclass(frozen=True)
+class Scores:
+    """`metrics`: box_ap, mask_ap50, … in 0…1; sizes without an object are left out. `classes`: a row for each class
+    with its id, name, number of objects, box_ap and mask_ap (None without objects)."""
+
+    metrics: dict[str, float]
+    classes: list[dict[str, Any]]
+
+
+def score(source: CocoImages, entries: Sequence[Entry]) -> Scores:
+    """pycocotools' scores of detections in the images of `source`; all entries count for boxes and for masks."""
+    metrics: dict[str, float] = {}
+    objects = Counter(a["category_id"] for a in source.truth().dataset["annotations"] if not a["iscrowd"])
+    classes: list[dict[str, Any]] = [{"id": i, "name": n, "objects": objects[i]} for i, n in source.categories.items()]
+    for name, kind in KINDS.items():
+        truth, part = source.truth(), part_of(entries, kind)
+        with silence():
+            # loadRes needs at least one detection
+            detections = truth.loadRes(part) if part else coco_of(truth.dataset | {"annotations": []})
+            evaluation = COCOeval(truth, detections, iouType=kind)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+        # the first six of COCOeval's twelve; -1: no object of that size
+        found = zip(AP_NAMES, evaluation.stats.tolist(), strict=False)
+        metrics |= {f"{name}_{key}": value for key, value in found if value >= 0}
+        precision = evaluation.eval["precision"][:, :, :, 0, -1]  # IoU thresholds × recalls × classes
+        for row, values in zip(classes, np.moveaxis(precision, 2, 0), strict=True):
+            row[f"{name}_ap"] = float(np.mean(values[values > -1])) if (values > -1).any() else None
+    return Scores(metrics, classes)
+
+
+def part_of(entries: Sequence[Entry], kind: str) -> list[Entry]:
+    """The entries with either boxes ("bbox") or masks ("segm") only.
+
+    pycocotools sorts entries with both into small, medium and large by the area of the box, also for masks.
+    """
+    dropped = {"bbox": "segmentation", "segm": "bbox"}[kind]
+    return [{key: value for key, value in entry.items() if key != dropped} for entry in entries]
+
+
+def save_detections(folder: Path, entries: Sequence[Entry]) -> None:
+    """detections.bbox.json and detections.segm.json: what COCO's own tools and server take."""
+    for kind in KINDS.values():
+        write_text(folder / f"detections.{kind}.json", json.dumps(part_of(entries, kind)))
+
+
+def coco_of(dataset: dict[str, Any]) -> COCO:
+    """pycocotools' object for a parsed file."""
+    coco = COCO()
+    coco.dataset = dataset
+    with silence():
+        coco.createIndex()
+    return coco
+
+
+def silence() -> contextlib.AbstractContextManager[Any]:
+    """Without pycocotools' printed progress."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+# ------------------------------------------------------------------------------------------------- the annotation file
 
 
 def _read(path: Path) -> dict[str, list[dict[str, Any]]]:

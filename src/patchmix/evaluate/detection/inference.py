@@ -4,7 +4,6 @@ import colorsys
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -18,7 +17,7 @@ from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode
 from patchmix.data.loader import one_pass
 from patchmix.data.views import to_float
 from patchmix.device import autocast_dtype, resolve_device
-from patchmix.evaluate.detection.coco import CocoImages, mask_of
+from patchmix.evaluate.detection.coco import CocoImages, Entry, mask_of
 from patchmix.evaluate.detection.model import Detection, Detector, DetectorFile, load_detector
 from patchmix.evaluate.detection.views import FittedViews
 from patchmix.evaluate.features import gather_rows
@@ -26,7 +25,6 @@ from patchmix.files import write_text, writing
 from patchmix.progress import progress_bar
 from patchmix.settings import Detect
 
-Entry = dict[str, Any]  # image_id, category_id, bbox (x, y, width, height), score, segmentation
 _ROW = 1024  # bytes sent as one row between processes
 _GOLDEN = 0.618033988749895  # steps of the golden ratio keep neighboring hues apart
 _GAP = 8  # px between two pictures

@@ -14,8 +14,8 @@ from patchmix.data.loader import Batch
 from patchmix.data.views import to_float
 from patchmix.device import resolve_device
 from patchmix.evaluate import protocol
-from patchmix.evaluate.detection.coco import CocoImages, open_split
-from patchmix.evaluate.detection.inference import Entry, detect_all, gather_text, predict, save_pictures
+from patchmix.evaluate.detection.coco import CocoImages, Entry, Scores, open_split, save_detections, score
+from patchmix.evaluate.detection.inference import detect_all, gather_text, predict, save_pictures
 from patchmix.evaluate.detection.model import (
     FILE,
     Detector,
@@ -25,7 +25,6 @@ from patchmix.evaluate.detection.model import (
     load_detector,
     without_class_layers,
 )
-from patchmix.evaluate.detection.scoring import Scores, save_detections, score
 from patchmix.evaluate.detection.views import TrainingViews, unpack
 from patchmix.evaluate.results import Result, append_result
 from patchmix.interop.backbone import Architecture, Backbone

@@ -60,36 +60,32 @@ def jittered(
 
 def place_image(image: Pixels, where: Placement, size: int, fill: Sequence[int]) -> Pixels:
     """uint8 (H, W, 3) → (S, S, 3); `fill` is the color of the empty part."""
-    if where.flip:
-        image = np.ascontiguousarray(image[:, ::-1])
-    method = cv2.INTER_AREA if where.height < image.shape[0] else cv2.INTER_LINEAR
-    resized = cv2.resize(image, (where.width, where.height), interpolation=method)
-    height, width = where.visible(size)
-    canvas = np.empty((size, size, 3), np.uint8)
-    canvas[:] = np.asarray(fill, np.uint8)
-    canvas[:height, :width] = resized[where.top : where.top + height, where.left : where.left + width]
-    return canvas
+    canvas = np.full((size, size, 3), fill, np.uint8)
+    return _place(image, where, canvas, cv2.INTER_AREA if where.height < image.shape[0] else cv2.INTER_LINEAR)
 
 
 def place_mask(annotation: dict[str, Any], height: int, width: int, where: Placement, size: int) -> Mask:
     """An object's mask on the canvas, uint8 (S, S) of 0 and 1. Polygons are drawn at the new size, not resampled."""
-    shape = annotation["segmentation"]
-    seen = where.visible(size)
     canvas = np.zeros((size, size), np.uint8)
-    if isinstance(shape, list):
-        across, down = where.width / width, where.height / height
-        moved = []
-        for polygon in shape:
-            points = np.asarray(polygon, np.float64).reshape(-1, 2)
-            x = width - points[:, 0] if where.flip else points[:, 0]
-            moved.append(np.stack([x * across - where.left, points[:, 1] * down - where.top], axis=1).ravel().tolist())
-        canvas[: seen[0], : seen[1]] = rle.decode(rle.merge(rle.frPyObjects(moved, *seen)))
-        return canvas
-    mask = mask_of(annotation, height, width)
+    if not isinstance(annotation["segmentation"], list):
+        return _place(mask_of(annotation, height, width), where, canvas, cv2.INTER_NEAREST)
+    moved = []
+    for polygon in annotation["segmentation"]:
+        x, y = np.asarray(polygon, np.float64).reshape(-1, 2).T
+        x = (width - x if where.flip else x) * (where.width / width) - where.left
+        y = y * (where.height / height) - where.top
+        moved.append(np.stack([x, y], axis=1).ravel().tolist())
+    seen = where.visible(size)
+    canvas[: seen[0], : seen[1]] = rle.decode(rle.merge(rle.frPyObjects(moved, *seen)))
+    return canvas
+
+
+def _place(pixels: Pixels, where: Placement, canvas: Pixels, interpolation: int) -> Pixels:
     if where.flip:
-        mask = np.ascontiguousarray(mask[:, ::-1])
-    resized = cv2.resize(mask, (where.width, where.height), interpolation=cv2.INTER_NEAREST)
-    canvas[: seen[0], : seen[1]] = resized[where.top : where.top + seen[0], where.left : where.left + seen[1]]
+        pixels = np.ascontiguousarray(pixels[:, ::-1])
+    resized = cv2.resize(pixels, (where.width, where.height), interpolation=interpolation)
+    height, width = where.visible(len(canvas))
+    canvas[:height, :width] = resized[where.top : where.top + height, where.left : where.left + width]
     return canvas
 
 
