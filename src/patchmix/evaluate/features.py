@@ -13,12 +13,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from patchmix.interop.loading import load_backbone
 from patchmix.progress import progress_bar
 from patchmix.settings import Embed
 
+Part = TypeVar("Part")
 LAYERS: dict[str, str] = {
     "token": "class token after the last norm",
     "mean": "mean of the patch tokens after the last norm",
@@ -124,7 +126,7 @@ def extract(
         raise ValueError(f"pool is {pool!r}; it must be token (class token) or mean (of the patch tokens)")
     world_size = distributed.world_size()
     share = {"rank": distributed.rank(), "world_size": world_size, "batch_size": batch_size, "workers": workers}
-    vectors, indices = [torch.empty(0, 0)], [torch.empty(0, dtype=torch.int64)]
+    vectors, indices = list[Tensor](), list[Tensor]()
     was_training = encoder.training
     encoder.eval()
     try:
@@ -138,10 +140,11 @@ def extract(
                 advance(len(batch.indices) + len(batch.bad))
     finally:
         encoder.train(was_training)
-    every = gather_rows(torch.cat(indices), device)
-    if not len(every):
+    # Each process sends one tensor, or none where it could decode nothing.
+    parts = [part for part in gather_parts((torch.cat(vectors), torch.cat(indices)) if vectors else None) if part]
+    if not parts:
         raise ValueError(f"{source.name} has no image that can be decoded; check its files")
-    return Features.of(source, gather_rows(torch.cat(vectors[1:] or vectors), device), every)
+    return Features.of(source, *(torch.cat(rows) for rows in zip(*parts, strict=True)))
 
 
 def usual_resize(image_size: int) -> int:
@@ -162,18 +165,12 @@ def check_finite(vectors: Tensor, whose: str) -> None:
         )
 
 
-@torch.no_grad()
-def gather_rows(rows: Tensor, device: torch.device) -> Tensor:
-    """Rows of all processes in the order of their ranks, on the CPU: (n, …) → (sum of all n, …), n may differ."""
-    if distributed.world_size() == 1:
-        return rows
-    shapes = distributed.gather(torch.tensor([rows.shape], device=device)).cpu()  # (world, dims)
-    most, *rest = shapes.max(dim=0).values.tolist()  # a process without a single row does not know the width
-    padded = torch.zeros([most, *rest], dtype=rows.dtype, device=device)
-    if len(rows):
-        padded[: len(rows)] = rows.to(device)
-    received = distributed.gather(padded).cpu().view(len(shapes), most, *rest)
-    return torch.cat([part[:count] for part, count in zip(received, shapes[:, 0].tolist(), strict=True)])
+def gather_parts(part: Part) -> list[Part]:
+    """What each process has, in the order of their ranks, on every process."""
+    parts = [part] * distributed.world_size()
+    if len(parts) > 1:
+        dist.all_gather_object(parts, part)
+    return parts
 
 
 # -------------------------------------------------------------------------------------------------- features on disk

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from patchmix.evaluate.detection.coco import CocoImages, mask_of, open_split, score
-from patchmix.evaluate.detection.inference import detect_all, gather_text
+from patchmix.evaluate.detection.inference import detect_all
 from patchmix.evaluate.detection.model import DetectorFile, Shape
 from patchmix.interop.backbone import Architecture
 
@@ -75,9 +75,3 @@ def test_batches_do_not_matter(coco: Path) -> None:
     assert one == found(source, image_size=64, batch_size=3) == found(source, image_size=64, batch_size=2, workers=1)
     assert [entry["image_id"] for entry in one] == [100, 100, 200, 200, 300, 300, 400, 400]
     assert {entry["category_id"] for entry in one} == {3, 7}
-
-
-def test_text_of_one_process_comes_back() -> None:
-    text = "\n".join(f"line {n} – ü" for n in range(500))
-    assert gather_text(text, CPU).splitlines()[:500] == text.splitlines()
-    assert gather_text("", CPU).split() == []

@@ -20,12 +20,11 @@ from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate.detection.coco import CocoImages, Entry, mask_of
 from patchmix.evaluate.detection.model import Detection, Detector, DetectorFile, load_detector
 from patchmix.evaluate.detection.views import FittedViews
-from patchmix.evaluate.features import gather_rows
+from patchmix.evaluate.features import gather_parts
 from patchmix.files import write_text, writing
 from patchmix.progress import progress_bar
 from patchmix.settings import Detect
 
-_ROW = 1024  # bytes sent as one row between processes
 _GOLDEN = 0.618033988749895  # steps of the golden ratio keep neighboring hues apart
 _GAP = 8  # px between two pictures
 
@@ -60,8 +59,7 @@ def detect_all(
         errors.append(str(error))
     finally:
         detector.train(was_training)
-    lines = gather_text(json.dumps([rows, errors]), device).split("\n")
-    parts = [json.loads(line) for line in lines if line]
+    parts = gather_parts((rows, errors))
     if failed := [error for _, errors in parts for error in errors]:
         raise ValueError(f"{min(failed)}; evaluation needs every image of {source.name}")
     gathered = [row for rows, _ in parts for row in rows]
@@ -106,14 +104,6 @@ def _entries(detection: Detection, size: Sequence[int], categories: Sequence[int
             }
         )
     return entries
-
-
-def gather_text(text: str, device: torch.device) -> str:
-    """The lines of all processes in the order of their ranks, on every process. No pickles, so any length is fine."""
-    data = text.encode() + b"\n"
-    data += b"\n" * (-len(data) % _ROW)
-    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, _ROW)
-    return gather_rows(rows, device).numpy().tobytes().decode()
 
 
 # ----------------------------------------------------------------------------------------------------------- pictures

@@ -1,6 +1,5 @@
 """Transfer to COCO: Mask R-CNN is trained on a pre-trained ViT, or a trained detector is evaluated."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from patchmix.data.views import to_float
 from patchmix.device import resolve_device
 from patchmix.evaluate import protocol
 from patchmix.evaluate.detection.coco import CocoImages, Entry, Scores, open_split, save_detections, score
-from patchmix.evaluate.detection.inference import detect_all, gather_text, predict, save_pictures
+from patchmix.evaluate.detection.inference import detect_all, predict, save_pictures
 from patchmix.evaluate.detection.model import (
     FILE,
     Detector,
@@ -26,6 +25,7 @@ from patchmix.evaluate.detection.model import (
     without_class_layers,
 )
 from patchmix.evaluate.detection.views import TrainingViews, unpack
+from patchmix.evaluate.features import gather_parts
 from patchmix.evaluate.results import Result, append_result
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
@@ -88,11 +88,7 @@ def _open(settings: Detect, split: str) -> CocoImages:
 
 def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: torch.device, out: Path) -> Result:
     train, val = _open(settings, "train"), _open(settings, "val")
-    if train.categories != val.categories:
-        raise ValueError(
-            f"{train.name} and {val.name} have different classes ({_first_difference(train, val)}); "
-            "both must list the same categories"
-        )
+    _check_classes(train, val.categories, val.name)
     file, name, weights = _new_detector(backbone, train, settings)
     record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
     record |= {"scale": list(settings.scale)} | vars(file.shape)
@@ -148,11 +144,7 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
 
 def _evaluate_trained(settings: Detect, device: torch.device) -> Result:
     file, val, out = load_detector(Path(settings.weights)), _open(settings, "val"), settings.out
-    if val.categories != file.categories:
-        raise ValueError(
-            f"{val.name} has other classes than {settings.weights} was trained with "
-            f"({_first_difference(val, file)}); evaluate on annotations with the same categories"
-        )
+    _check_classes(val, file.categories, settings.weights)
     detections = evaluate(file.detector().to(device), file, val, device, settings.workers)
     record = vars(file.shape) | {"val": val.name, "trained": False}
     origin = f"detector {Path(settings.weights).name}", file.digest(), record
@@ -163,8 +155,9 @@ def evaluate(detector: Detector, file: DetectorFile, val: CocoImages, device: to
     """Detections and their scores, the same on every process."""
     entries = detect_all(detector, file, val, device=device, workers=workers)
     # pycocotools takes minutes for COCO's validation images: one process runs it and sends its scores.
-    text = json.dumps(vars(score(val, entries))) if distributed.is_main() else ""
-    return entries, Scores(**json.loads(gather_text(text, device)))
+    scores = gather_parts(score(val, entries) if distributed.is_main() else None)[0]
+    assert scores is not None
+    return entries, scores
 
 
 def _result(
@@ -257,7 +250,9 @@ def _new_detector(backbone: Backbone | None, train: CocoImages, settings: Detect
     return file, protocol.encoder_name(backbone), backbone.digest()
 
 
-def _first_difference(one: CocoImages | DetectorFile, other: CocoImages | DetectorFile) -> str:
-    left, right = one.categories, other.categories
-    number = min(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
-    return f"id {number} is {left.get(number, 'missing')} and {right.get(number, 'missing')}"
+def _check_classes(source: CocoImages, wanted: dict[int, str], whose: str) -> None:
+    found = source.categories
+    if differ := [key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)]:
+        first = min(differ)
+        pair = f"id {first} is {found.get(first, 'missing')} and {wanted.get(first, 'missing')}"
+        raise ValueError(f"{source.name} has other classes than {whose} ({pair}); both must have the same categories")
