@@ -93,7 +93,7 @@ def list_images(root: Path) -> list[bytes]:
                     pending.append(path)
                 elif entry.name.lower().endswith(_SUFFIXES) and entry.is_file():
                     found.append(path)
-                elif entry.is_symlink() and _is_folder(entry):
+                elif entry.is_symlink() and os.path.isdir(entry.path):  # noqa: PTH112 (Path has no bytes)
                     links.append(path)
     return sorted(found)
 
@@ -109,13 +109,6 @@ def class_names(root: Path) -> tuple[str, ...] | None:
         elif entry.name.lower().endswith(EXTENSIONS):
             return None
     return tuple(sorted(names)) or None
-
-
-def _is_folder(entry: os.DirEntry[bytes]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
 
 
 def _label(paths: list[bytes], classes: tuple[str, ...], root: Path) -> Labels:

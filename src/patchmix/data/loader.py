@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -103,13 +104,12 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.accumulate = accumulate
-        self._samples = _Batches(source, transform, seed)
-        self._options: dict[str, Any] = {"pin_memory": pin_memory, "timeout_minutes": timeout_minutes}
-        self._workers = workers
+        samples = _Batches(source, transform, seed)
+        self._run = partial(_run, samples, workers=workers, pin_memory=pin_memory, timeout_minutes=timeout_minutes)
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         """Micro-batch after micro-batch without end, from optimizer step `start_step` on."""
-        return _run(self._samples, self._requests(start_step), self._workers, **self._options)
+        return self._run(self._requests(start_step))
 
     def _requests(self, start_step: int) -> Iterator[Request]:
         epoch, first = divmod(start_step, self.steps_per_epoch)
@@ -135,7 +135,7 @@ def one_pass(
         raise ValueError(f"batch size {batch_size} must be at least 1; use --batch-size 64")
     positions = np.array_split(np.arange(len(source), dtype=np.int64), world_size)[rank]
     parts = [positions[start : start + batch_size] for start in range(0, len(positions), batch_size)]
-    return _run(_Batches(source, transform), iter([(0, part) for part in parts]), workers)
+    return _run(_Batches(source, transform), iter([(0, part) for part in parts]), workers=workers)
 
 
 class _Batches(Dataset[Batch | ValueError]):
@@ -204,8 +204,8 @@ class _Batches(Dataset[Batch | ValueError]):
 def _run(
     samples: Dataset[Batch | ValueError],
     requests: Iterator[Request],
-    workers: int,
     *,
+    workers: int,
     pin_memory: bool = False,
     timeout_minutes: float = _TIMEOUT_MINUTES,
 ) -> Iterator[Batch]:
@@ -215,7 +215,6 @@ def _run(
         batch_size=None,  # a request is a whole batch
         sampler=requests,  # an iterator is enough: it is used once
         num_workers=workers,
-        collate_fn=_as_is,
         pin_memory=pin_memory,
         prefetch_factor=_PREFETCH if workers else None,
         worker_init_fn=_start_worker if workers else None,
@@ -250,10 +249,6 @@ def _next_batch(batches: "Iterator[Batch | ValueError]", minutes: float) -> Batc
         f"no process has prepared a batch within {minutes:g} min: data that is too slow, or a process "
         "that hangs; continue with --resume auto (--timeout-minutes sets how long to wait)"
     )
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
 
 
 def _start_worker(_: int) -> None:

@@ -63,7 +63,7 @@ def _resize_small(image: Pixels, rows: int, columns: int, height: int, width: in
     np.minimum(across, _WHITE, out=across)
     both = (_weights(rows, height) @ across).reshape(height, width, 3)
     # The cheapest way to round and saturate to 8 bits.
-    return _pixels(cv2.addWeighted(both, 1.0, both, 0.0, 0.0, dtype=cv2.CV_8U))
+    return np.asarray(cv2.addWeighted(both, 1.0, both, 0.0, 0.0, dtype=cv2.CV_8U))
 
 
 @lru_cache(maxsize=1024)
@@ -111,7 +111,7 @@ def adjust_contrast(pixels: Pixels, matrix: Matrix) -> Pixels:
     red, green, blue, _ = cv2.mean(pixels)
     matrix = matrix.copy()
     matrix[:, 3] *= LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
-    return _pixels(cv2.transform(pixels, matrix))
+    return np.asarray(cv2.transform(pixels, matrix))
 
 
 def turn_hue(pixels: Pixels, steps: int) -> Pixels:
@@ -120,7 +120,7 @@ def turn_hue(pixels: Pixels, steps: int) -> Pixels:
     rows = hsv.reshape(hsv.shape[0], -1)
     # Added to whole rows, (steps, 0, 0) repeated: contiguous, and wraps around as hue must.
     np.add(rows, _hue_row(steps, hsv.shape[1]), out=rows)
-    return _pixels(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB_FULL, dst=hsv))
+    return np.asarray(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB_FULL, dst=hsv))
 
 
 @lru_cache(maxsize=1024)
@@ -130,7 +130,7 @@ def _hue_row(steps: int, width: int) -> Pixels:
 
 def solarize(pixels: Pixels) -> Pixels:
     """Invert values of 128 and above: the smaller of a value and its inverse."""
-    return _pixels(cv2.min(pixels, cv2.bitwise_not(pixels)))
+    return np.asarray(cv2.min(pixels, cv2.bitwise_not(pixels)))
 
 
 def blur(pixels: Pixels, sigma: float) -> Pixels:
@@ -138,7 +138,7 @@ def blur(pixels: Pixels, sigma: float) -> Pixels:
     kernel = _blur_kernel(round(sigma * _BLUR_STEPS))
     if kernel is None:
         return pixels
-    return _pixels(cv2.sepFilter2D(pixels, -1, kernel, kernel, borderType=cv2.BORDER_REFLECT_101))
+    return np.asarray(cv2.sepFilter2D(pixels, -1, kernel, kernel, borderType=cv2.BORDER_REFLECT_101))
 
 
 @lru_cache(maxsize=4096)
@@ -155,9 +155,3 @@ def _blur_kernel(steps: int) -> Matrix | None:
         return None
     kernel: Matrix = (weights[used[0] : used[-1] + 1] / _BLUR_UNIT).astype(np.float32)
     return kernel
-
-
-def _pixels(array: Any) -> Pixels:
-    """OpenCV's results have no type for a type checker."""
-    result: Pixels = array
-    return result
