@@ -166,16 +166,7 @@ class ShardSource:
 
     def release(self) -> None:
         """Close the shards; they are opened again when they are needed."""
-        # A file that is dropped is closed when its last reader is done. Forked processes may share them, because
-        # reading at an offset moves no position.
-        self._open = lru_cache(_OPEN_FILES)(_open)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_open"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.release()
+        _kept_open.cache_clear()
 
     def __len__(self) -> int:
         return len(self._index.offsets)
@@ -211,7 +202,8 @@ class ShardSource:
     def _read(self, shard: int, size: int, offset: int) -> bytes:
         def read() -> bytes:
             try:
-                return os.pread(self._open(name, int(self._index.shard_bytes[shard])).fileno(), size, offset)
+                file = _kept_open(name, int(self._index.shard_bytes[shard]))  # held: it must stay open meanwhile
+                return os.pread(file.fileno(), size, offset)
             except OSError:
                 self.release()
                 raise
@@ -237,6 +229,11 @@ def open_shards(shards: Sequence[str], *, name: str, progress: bool = True) -> S
 
 def _open(shard: str, expected: int | None = None) -> IO[bytes]:
     return open_remote(shard, expected) if is_remote(shard) else Path(shard).open("rb", buffering=0)
+
+
+# The last files used. One that is dropped is closed when its last reader is done. Forked processes may share them,
+# because reading at an offset moves no position.
+_kept_open = lru_cache(_OPEN_FILES)(_open)
 
 
 def _split(shard: str) -> tuple[str, str]:

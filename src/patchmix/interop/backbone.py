@@ -71,7 +71,7 @@ class Architecture:
         with torch.device("meta"):  # shapes only, no memory
             check_weights(weights, self.create().state_dict(), complaint)
         if broken := [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]:
-            raise ValueError(f"NaN or infinite weights in {_first_of(broken)}; use an earlier checkpoint")
+            raise ValueError(f"NaN or infinite weights in {first_of(broken)}; use an earlier checkpoint")
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ def check_weights(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], c
         if name in weights and weights[name].shape != tensor.shape
     ]
     if problems:
-        raise ValueError(f"{complaint}: {_first_of(problems)}")
+        raise ValueError(f"{complaint}: {first_of(problems)}")
 
 
-def _first_of(problems: Sequence[str]) -> str:
-    return problems[0] + (f" and {len(problems) - 1} more" if len(problems) > 1 else "")
+def first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def digest(weights: Mapping[str, Tensor]) -> str:

@@ -18,7 +18,7 @@ from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor
 
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
-from patchmix.interop.backbone import Architecture, Backbone
+from patchmix.interop.backbone import Architecture, Backbone, first_of
 from patchmix.interop.layouts import ENCODER_TENSOR, LAYOUTS, Which, detect, tensors_of
 from patchmix.settings import Import
 
@@ -46,7 +46,7 @@ class Imported:
             f"encoder  {shape.name}: dim {shape.dim}, depth {shape.depth}, heads {shape.heads}, "
             f"patch {shape.patch_size}, {shape.image_size} px",
             f"taken    {len(self.taken)} tensors",
-            *(f"dropped  {len(names)}: {reason} ({_first(names)})" for reason, names in self.dropped.items()),
+            *(f"dropped  {len(names)}: {reason} ({first_of(names)})" for reason, names in self.dropped.items()),
             *(f"note     {note}" for note in self.notes),
         ]
 
@@ -137,7 +137,7 @@ def _split(
         else:
             unknown.append(name)
     if not encoders:
-        raise ValueError(f"not of format {format}: it holds {_first(list(tensors)) or 'nothing'}, but no encoder")
+        raise ValueError(f"not of format {format}: it holds {first_of(list(tensors)) or 'nothing'}, but no encoder")
     chosen = encoder or (layout.default if layout.default in encoders or "one" not in encoders else "one")
     if chosen not in encoders and list(encoders) == ["one"]:
         raise ValueError(f"no {chosen} encoder: it holds a single encoder; leave encoder out")
@@ -154,14 +154,10 @@ def _split(
     if unknown:
         raise ValueError(
             f"{len(unknown)} names are neither of a plain ViT nor known extras of format {format}: "
-            f"{_first(unknown)}; it is another architecture, or another format"
+            f"{first_of(unknown)}; it is another architecture, or another format"
         )
     dropped |= {f"the {which} encoder": list(names.values()) for which, names in encoders.items() if which != chosen}
     return chosen, encoders[chosen], dropped
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 # ------------------------------------------------------------------------------------------------- values and shapes
