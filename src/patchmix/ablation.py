@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 
 from patchmix import distributed
-from patchmix.config import Config, changes, check_known, differences, flat, from_yaml
+from patchmix.config import Config, changes, check_known, differences, flat, read_config
 from patchmix.data.sources import open_source
 from patchmix.device import resolve_device
 from patchmix.evaluate.features import LAYERS, usual_resize
@@ -30,16 +30,6 @@ from patchmix.train.log import read_metrics
 from patchmix.train.watch import NonFiniteLoss
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A row with a seed, where it is kept, and what it is to be."""
-
-    row: AblationRow
-    seed: int
-    folder: Path
-    config: Config
-
-
 def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
     """Trains every row × seed in its own run folder `out`/ROW-seedK, evaluates it, and keeps `out`/ablation.md.
 
@@ -53,24 +43,25 @@ def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
         raise ValueError(f"seeds are {list(seeds)}; give at least one, each of them once")
     configs = row_configs(settings, every_row)  # every mistake is found before the long part
     planned = [
-        Planned(row, seed, out / f"{row.name}-seed{seed}", configs[row.name].replace(seed=seed))
+        (AblationRun(row.name, seed, str(out / f"{row.name}-seed{seed}")), configs[row.name].replace(seed=seed))
         for seed in seeds
         for row in chosen
     ]
-    first = planned[0].config
+    first = configs[chosen[0].name]
     with distributed.process_group(resolve_device(first.runtime.device)):
         console = console or Console(quiet=not distributed.is_main())
         labeled = open_test_data(settings.test_data, data, console)
         fingerprint = open_source(data, "train", cache_bytes=0, progress=False).fingerprint()
-        planned = [adopt(each, fingerprint) for each in planned]
+        for run, config in planned:
+            check_found(Path(run.folder), config, fingerprint)
         distributed.barrier()
         test_data = settings.test_data or data
         evaluated_on = None if labeled is None else test_data
         table = AblationTable(settings.ablation, chosen, seeds, data, evaluated_on, describe(first, chosen[0]), [])
-        for i, each in enumerate(planned):
-            console.rule(f"row {i + 1} of {len(planned)}: {each.row.name}, seed {each.seed}")
-            trained = train_and_evaluate(each, labeled, test_data, console)
-            table = dataclasses.replace(table, runs=[*table.runs, trained])
+        for i, (run, config) in enumerate(planned):
+            console.rule(f"row {i + 1} of {len(planned)}: {run.row}, seed {run.seed}")
+            run = train_and_evaluate(run, config, labeled, test_data, console)
+            table = dataclasses.replace(table, runs=[*table.runs, run])
             if distributed.is_main():
                 write_table(table, out)
             print_table(table, console)
@@ -87,31 +78,27 @@ def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
 
 def row_configs(settings: Ablate, rows: Sequence[AblationRow]) -> dict[str, Config]:
     """What `patchmix pretrain` would be configured with for each row, by the row's name."""
-    run = settings.run
-    epochs = run.train.epochs
-    plain = start(settings.recipe, config=settings.config, model=run.model.name, method=run.method.name, epochs=epochs)
-    changed = changes(plain, run)  # what the user set
+    run, epochs = settings.run, settings.run.train.epochs
+    begin = partial(start, settings.recipe, config=settings.config, model=run.model.name)
+    changed = changes(begin(method=run.method.name, epochs=epochs), run)  # what the user set
     varied = {"seed": "--seeds", **dict.fromkeys(VARIED[settings.ablation], "--rows")}
     for name, instead in varied.items():
         if name in changed:
             raise ValueError(f"{name} is what ablation {settings.ablation!r} varies; choose with {instead}")
     own = settings_by_row(settings.row_settings, rows, varied)
-    if (
-        run.train.budget is not None
-        and epochs != start(settings.recipe, config=settings.config, model=run.model.name).train.epochs
-    ):
+    minutes = run.budget_minutes
+    if minutes is not None and epochs != begin().train.epochs:
         raise ValueError("--epochs gives every row the same data, --budget the same time; give one of them")
     configs = {}
     for row in rows:
-        length = epochs * row.length if run.train.budget is None else epochs
         method = row.method or run.method.name
-        config = start(settings.recipe, config=settings.config, model=run.model.name, method=method, epochs=length)
+        config = begin(method=method, epochs=epochs * row.length if minutes is None else epochs)
         # An option that this row's method does not have is meant for others.
         known = flat(config)
         config = config.replace(**{name: value for name, value in changed.items() if name in known})
         config = config.replace(**row.settings, **own.get(row.name, {}))
-        if row.length != 1.0 and run.budget_minutes is not None:
-            config = config.replace(budget=f"{run.budget_minutes * row.length:g}min")
+        if row.length != 1.0 and minutes is not None:
+            config = config.replace(budget=f"{minutes * row.length:g}min")
         if row.terms is not None:
             if len(getattr(config.method.options, "weights", ())) != 3:
                 raise ValueError(f"method {method} has no terms to leave out; use --method patchmix")
@@ -147,47 +134,47 @@ def describe(config: Config, row: AblationRow) -> str:
 # ------------------------------------------------------------------------------------------------- what is there
 
 
-def adopt(planned: Planned, fingerprint: str) -> Planned:
-    """The same, after checking that a run in its folder has the same configuration and data."""
-    last = Checkpoints(planned.folder / "checkpoints").last
-    path = planned.folder / "config.yaml"
-    if not path.is_file() or not (last or (planned.folder / "encoder.safetensors").is_file()):
-        return planned
-    found = from_yaml(path.read_text(encoding="utf-8"))
-    changed = differences(found, planned.config)
-    if last is not None and load_checkpoint(last).get("data") != fingerprint:
-        changed.append(f"data.path: {found.data.path} → {planned.config.data.path}, other images")
-    elif last is None and found.data.path != planned.config.data.path:
-        changed.append(f"data.path: {found.data.path} → {planned.config.data.path}")
+def check_found(folder: Path, config: Config, fingerprint: str) -> None:
+    """A ValueError if the folder holds a run with another configuration or other data."""
+    last = Checkpoints(folder / "checkpoints").last
+    if not (folder / "config.yaml").is_file() or not (last or (folder / "encoder.safetensors").is_file()):
+        return
+    found = read_config(folder)
+    changed = differences(found, config)
+    other_images = last is not None and load_checkpoint(last).get("data") != fingerprint
+    if other_images or (last is None and found.data.path != config.data.path):
+        changed.append(
+            f"data.path: {found.data.path} → {config.data.path}" + (", other images" if other_images else "")
+        )
     if changed:
         raise ValueError(
-            f"{planned.folder} holds a run with another configuration ({'; '.join(changed)}); choose another --out, "
+            f"{folder} holds a run with another configuration ({'; '.join(changed)}); choose another --out, "
             "or move that run away"
         )
-    return planned
 
 
-def train_and_evaluate(planned: Planned, labeled: Labeled | None, data: str, console: Console) -> AblationRun:
+def train_and_evaluate(
+    run: AblationRun, config: Config, labeled: Labeled | None, data: str, console: Console
+) -> AblationRun:
     """Trains what is not trained, evaluates what is not evaluated, and reads the folder."""
-    trained = AblationRun(planned.row.name, planned.seed, str(planned.folder))
-    if not (planned.folder / "encoder.safetensors").is_file():
+    folder = Path(run.folder)
+    if (folder / "encoder.safetensors").is_file():
+        console.print(f"{folder} is trained", soft_wrap=True)
+    else:
         try:
-            run_config(planned.config, planned.folder, resume="auto")
+            run_config(config, folder, resume="auto")
         except NonFiniteLoss as error:
             console.print(f"failed: {error}", style="bold red", soft_wrap=True, markup=False)
-            return dataclasses.replace(trained, failure=str(error))
-    else:
-        console.print(f"{planned.folder} is trained", soft_wrap=True)
-    run = Run(planned.folder)
-    metrics = read_metrics(planned.folder / "metrics.jsonl")
-    steps = [row for row in metrics if row["kind"] == "train"]
-    health: dict[str, Any] = next((row for row in reversed(metrics) if row["kind"] == "monitor"), {})
+            return dataclasses.replace(run, failure=str(error))
+    metrics = read_metrics(folder / "metrics.jsonl")
+    last: dict[str, dict[str, Any]] = {row["kind"]: row for row in metrics}
+    steps, health = last.get("train"), last.get("monitor", {})
     return dataclasses.replace(
-        trained,
-        images_seen=steps[-1]["step"] * planned.config.train.batch_size if steps else None,
-        seconds=steps[-1]["seconds"] if steps else None,
-        flops_per_image=config_flops(planned.config),
-        results={} if labeled is None else evaluate(run, labeled, data, planned.config),
+        run,
+        images_seen=None if steps is None else steps["step"] * config.train.batch_size,
+        seconds=None if steps is None else steps["seconds"],
+        flops_per_image=config_flops(config),
+        results={} if labeled is None else evaluate(Run(folder), labeled, data, config),
         health={key: value for key, value in health.items() if key not in ("kind", "step", "epoch")},
     )
 
@@ -211,27 +198,18 @@ def open_test_data(test_data: str | Path | None, data: str | Path, console: Cons
 
 def evaluate(run: Run, labeled: Labeled, data: str, config: Config) -> dict[str, Result]:
     """kNN and the fast linear protocol, from results.jsonl where they are there already."""
-    file = run.load()
-    common = {"layer": LAYERS["token"], "resize": usual_resize(file.architecture.image_size)}
-    voters = len(labeled.train) - int(labeled.test is None)
-    ks, tested = fitting_ks(voters), labeled.with_test()
-    asked = {
-        "knn": (
-            labeled.fingerprint(),
-            {"k": HEADLINE_K if HEADLINE_K in ks else ks[0], "temperature": TEMPERATURE, **common},
-        ),
-        "linear-fast": (
-            tested.fingerprint(),
-            {"epochs": float(usual_epochs(len(tested.train))), "seed": 0, **common},
-        ),
-    }
-    results: dict[str, Result] = {}
-    weights = file.digest()
+    backbone, tested = run.load(), labeled.with_test()
+    ks = fitting_ks(len(labeled.train) - int(labeled.test is None))
+    common = {"layer": LAYERS["token"], "resize": usual_resize(backbone.architecture.image_size)}
+    knn = {"k": HEADLINE_K if HEADLINE_K in ks else ks[0], "temperature": TEMPERATURE, **common}
+    linear = {"epochs": float(usual_epochs(len(tested.train))), "seed": 0, **common}
+    asked = {"knn": (labeled.fingerprint(), knn), "linear-fast": (tested.fingerprint(), linear)}
+    weights, results = backbone.digest(), {}
     for found in read_results(run.path):
-        if found.protocol in asked and found.weights == weights:
-            fingerprint, settings = asked[found.protocol]
-            if found.fingerprint == fingerprint and settings.items() <= found.settings.items():
-                results[found.protocol] = found
+        fingerprint, settings = asked.get(found.protocol, ("", {}))
+        same = (found.weights, found.fingerprint) == (weights, fingerprint)
+        if same and settings.items() <= found.settings.items():
+            results[found.protocol] = found
     distributed.barrier()  # all have read before one writes
     options = {"device": config.runtime.device, "workers": config.runtime.workers}
     if "knn" not in results:

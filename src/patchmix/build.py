@@ -17,6 +17,7 @@ from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import View, Views
 from patchmix.device import autocast_dtype, check_compiler
 from patchmix.evaluate.monitor import monitor
+from patchmix.interop.backbone import check_weights
 from patchmix.methods.byol import BYOL
 from patchmix.methods.dino import DINO
 from patchmix.methods.ibot import IBOT
@@ -75,17 +76,10 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
         torch.manual_seed(config.train.seed)
         encoder = build_encoder(config.model, any_image_size=bool(config.views.local_crops or config.train.image_sizes))
         if encoder_weights is not None:
-            _load(encoder, encoder_weights)
+            check_weights(encoder_weights, encoder.state_dict(), "the weights to start from do not fit the model")
+            encoder.load_state_dict(encoder_weights)
         encoder.set_grad_checkpointing(config.runtime.recompute)
         return METHODS[config.method.name](encoder, config.method.options)
-
-
-def _load(encoder: VisionTransformer, weights: dict[str, Tensor]) -> None:
-    try:
-        encoder.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the weights to start from do not fit the model: {reason[:300]}") from error
 
 
 def build_weightless(

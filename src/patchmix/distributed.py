@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT_MINUTES = 10.0
@@ -154,25 +155,11 @@ def any_process(flag: bool, device: torch.device) -> bool:
     return average({"flag": float(flag)}, device)["flag"] > 0
 
 
-class _AllReduceSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
-        grad = grads[0].clone()
-        dist.all_reduce(grad)
-        return grad
-
-
 def all_reduce_sum(x: Tensor) -> Tensor:
     """The sum over ranks; gradients are summed, too."""
     if world_size() == 1:
         return x
-    return _AllReduceSum.apply(x)  # type: ignore[no-any-return]
+    return all_reduce(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_with_gradient(x: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """A run: start it, continue it, and use what it made."""
 
-import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,9 +7,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 from patchmix import build, distributed
-from patchmix.config import Config, differences, from_dict, from_yaml, to_dict, to_yaml, validate
+from patchmix.config import Config, differences, from_dict, read_config, to_dict, to_yaml, validate
 from patchmix.data.contract import Source
 from patchmix.device import resolve_device
 from patchmix.evaluate.finetune import finetune
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return from_yaml(self.config_path.read_text(encoding="utf-8"))
+        return read_config(self.path)
 
     @property
     def encoder_path(self) -> Path:
@@ -95,7 +95,10 @@ def run_config(
         if state is not None and init_from is not None:
             raise ValueError("--init-from starts a new run, --resume continues one; give only one of them")
         source = build.build_source(config)
-        _check_same_data(source, state)
+        if state is not None and state["data"] != source.fingerprint():
+            raise ValueError(
+                f"{source.name} is not the data that the checkpoint was trained on; resume with the same data"
+            )
         weights = None if init_from is None else load_backbone(init_from).weights
         method = build.build_method(config, weights)
         encoder = method.encoder
@@ -111,7 +114,9 @@ def run_config(
         try:
             if config.runtime.wandb:
                 log.use_wandb(config.runtime.wandb, to_dict(config))
-            _introduce(log, config, source, architecture, method, device, state)
+            log.say(_introduction(config, source, architecture, encoder, str(device)))
+            normal = "a loss is normal between its floor and its chance level; both are in metrics.jsonl"
+            log.say(normal if state is None else f"continuing at step {state['step']}")
             train(
                 method,
                 loader,
@@ -170,11 +175,6 @@ def _find_checkpoint(config: Config, out: Path, resume: str | Path | None) -> di
     return state
 
 
-def _check_same_data(source: Source, state: dict[str, Any] | None) -> None:
-    if state is not None and state["data"] != source.fingerprint():
-        raise ValueError(f"{source.name} is not the data that the checkpoint was trained on; resume with the same data")
-
-
 def _prepare_folder(out: Path, config: Config) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -202,25 +202,13 @@ def _save_encoder(out: Path, config: Config, architecture: Architecture, method:
     backbone.save(out / "encoder.safetensors")
 
 
-def _introduce(
-    log: RunLog,
-    config: Config,
-    source: Source,
-    architecture: Architecture,
-    method: Method,
-    device: torch.device,
-    state: dict[str, Any] | None,
-) -> None:
-    millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
+def _introduction(config: Config, source: Source, architecture: Architecture, encoder: nn.Module, device: str) -> str:
+    millions = sum(parameter.numel() for parameter in encoder.parameters()) / 1e6
     processes = distributed.world_size()
     length = config.train.budget or f"{config.train.epochs:g} epochs"
-    log.say(
+    return (
         f"{config.method.name} ({config.recipe}): {architecture.name}, {millions:.1f} M parameters, "
         f"{architecture.image_size} px, patch {architecture.patch_size}; {source.name}, {len(source):,} images; "
         f"batch {config.train.batch_size}, lr {config.lr:.2e}, {length}; {device}, "
         f"{processes} process{'es' if processes > 1 else ''} × {torch.get_num_threads()} threads"
     )
-    if state is not None:
-        log.say(f"continuing at step {state['step']}")
-    elif os.environ.get("RANK", "0") == "0":
-        log.say("a loss is normal between its floor and its chance level; both are in metrics.jsonl")

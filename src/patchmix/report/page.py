@@ -191,16 +191,14 @@ def evaluations(records: Sequence[Record]) -> Markup:
         paper = {protocol: f"{value:.1f}" for protocol, value in record.paper.items()}
         latest = {(result.data, result.weights, result.protocol): result for result in record.results}
         for result in latest.values():
+            name = PROTOCOL_NAMES.get(result.protocol, result.protocol)
             scores = [result.headline, result.headline_interval or "–", paper.get(result.protocol, "–")]
             origin = [f"{result.images:,}", result.weights[:8], result.date[:10]]
-            rows.append(
-                [record.name, PROTOCOL_NAMES.get(result.protocol, result.protocol), result.data, *scores, *origin]
-            )
-        missing = paper.keys() - {result.protocol for result in record.results}
-        for protocol in (protocol for protocol in paper if protocol in missing):
-            rows.append(
-                [record.name, PROTOCOL_NAMES[protocol], "–", "not evaluated", "–", paper[protocol], "–", "–", "–"]
-            )
+            rows.append([record.name, name, result.data, *scores, *origin])
+        evaluated = {result.protocol for result in record.results}
+        for protocol, value in paper.items():
+            if protocol not in evaluated:
+                rows.append([record.name, PROTOCOL_NAMES[protocol], "–", "not evaluated", "–", value, "–", "–", "–"])
     if not rows:
         return element("p", "Not evaluated yet; `patchmix knn RUN --data DATA` adds a result here.", class_="note")
     head = ["run", "protocol", "data", "top-1 or AP %", "95 % interval", "paper %", "test images", "weights", "date"]
@@ -238,20 +236,15 @@ def reproduce(records: Sequence[Record]) -> Markup:
     """The command and the whole configuration of each run."""
     parts = []
     for i, record in enumerate(records):
-        if record.config is None:
-            continue
-        text = (record.folder / "config.yaml").read_text(encoding="utf-8")
-        parts += [
-            element("h3", record.name),
-            element("p", "The command that repeats this run.", class_="note"),
-            element("pre", record.command, id=f"command-{i}"),
-            element("button", "copy the command", type="button", class_="screen-only", data_copies=f"command-{i}"),
-            element(
-                "details",
-                element("summary", "config.yaml, every setting"),
-                element("pre", text),
-            ),
-        ]
+        if record.config is not None:
+            text = (record.folder / "config.yaml").read_text(encoding="utf-8")
+            parts += [
+                element("h3", record.name),
+                element("p", "The command that repeats this run.", class_="note"),
+                element("pre", record.command, id=f"command-{i}"),
+                element("button", "copy the command", type="button", class_="screen-only", data_copies=f"command-{i}"),
+                element("details", element("summary", "config.yaml, every setting"), element("pre", text)),
+            ]
     return join(*parts)
 
 
