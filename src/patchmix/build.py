@@ -63,6 +63,7 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
         initialize_attention_as_mimetic(encoder)
     if model.positions != "learned":
         set_sincos_positions(encoder, fixed=model.positions == "fixed-sincos")
+    encoder.author_positions = model.author_positions and encoder.num_prefix_tokens == 1  # type: ignore[assignment]
     if model.freeze_patch_embed:
         encoder.patch_embed.requires_grad_(False)
     if model.freeze_pos_embed and encoder.pos_embed is not None:

@@ -82,6 +82,8 @@ class ModelConfig:
     """Initialization of the weights; mimetic is mocov3 with attention that starts like a trained one."""
     positions: Literal["learned", "sincos", "fixed-sincos"] = "learned"
     """Position embedding: random and learned, 2-d sine-cosine and learned from there, or fixed sine-cosine."""
+    author_positions: bool = True
+    """Resample the positions of local crops as the authors of DINO, iBOT and PatchMix do; otherwise as timm does."""
     freeze_patch_embed: bool = False  # Keep the random patch embedding.
     freeze_pos_embed: bool = False  # Keep the initial position embedding.
 

@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from patchmix.build import build_encoder
+from patchmix.config import ModelConfig
 from patchmix.losses import contrast
 from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.mixing.patchmix import PatchMix, owners
-from patchmix.nn.vit import create_encoder
+from patchmix.nn.tokens import add_positions
 from patchmix.schedules import Cosine, WarmupCosine
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
 
@@ -44,9 +46,14 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build(settings: dict, weights: dict[str, Tensor], label_smoothing: float = 0.0) -> PatchMixMethod:
-    encoder = create_encoder(
-        "vit_tiny_patch4_16", dim=settings["dim"], depth=settings["depth"], heads=settings["heads"]
+    model = ModelConfig(
+        f"vit_tiny_patch4_{settings.get('image_size', 16)}",
+        dim=settings["dim"],
+        depth=settings["depth"],
+        heads=settings["heads"],
+        drop_path=0.0,
     )
+    encoder = build_encoder(model, any_image_size="local_crops" in settings)
     options = PatchMixOptions(
         num_mix=settings["M"],
         temperature=settings["temperature"],
@@ -134,6 +141,48 @@ def test_losses_gradients_step_and_momentum_update(golden, monkeypatch: pytest.M
     assert len(after) == 5
     for name, value in after.items():
         torch.testing.assert_close(parameters[name].detach(), value, **TOLERANCE)
+
+
+def test_a_step_with_local_crops(golden_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = json.loads((golden_folder / "a_crops.json").read_text())
+    tensors = load_file(golden_folder / "a_crops.safetensors")
+    weights = torch.load(golden_folder / "a_crops.pth", weights_only=True)["state_dict"]
+    method = build(settings, weights, label_smoothing=settings["smoothing_of_origin"]).train()
+    crops = [tensors[f"local{i}"] for i in range(settings["local_crops"])]
+    with torch.no_grad():
+        class_token = method.encoder.cls_token  # type: ignore[union-attr]
+        tokens = add_positions(method.encoder, torch.zeros(1, 3, 3, settings["dim"]))[0]  # type: ignore[arg-type]
+        tokens[0] -= class_token[0, 0]  # type: ignore[index]
+    torch.testing.assert_close(tokens, tensors["local_positions"], **TOLERANCE)
+
+    # Gradients are compared in float64: what is left is the rounding of the golden tensors.
+    method = method.double()
+    wide = {name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    permutations = [tensors[f"perm{i}"] for i in range(5)]
+    use_permutations(method, monkeypatch, permutations[1], permutations[0], *permutations[2:])
+    out = method([wide["x1"], wide["x2"], *[crop.double() for crop in crops]])
+    expected = {name: wide[f"loss_{name}"] for name in ("oto", "local", "mixlocal")}
+    expected |= {"mto": 2 * wide["loss_mto_half"], "mtm": 2 * wide["loss_mtm_half"], "loss": wide["loss_total"]}
+    for name, value in expected.items():
+        torch.testing.assert_close(out[name].double(), value[0], **TOLERANCE)
+    q_local = method.queries(torch.cat(crops).double())[0]
+    torch.testing.assert_close(q_local, wide["local_q"], atol=1e-5 * float(wide["local_q"].abs().max()), rtol=1e-5)
+
+    out["loss"].backward()
+    parameters = dict(method.named_parameters())
+    gradients = renamed({k[5:]: v for k, v in wide.items() if k.startswith("grad.")})
+    assert len(gradients) == 7
+    for name, gradient in gradients.items():
+        worst = (parameters[name].grad - gradient).abs().max()
+        assert worst <= 1e-5 * max(1.0, gradient.abs().max().item()), name
+    optimizer = build_optimizer(method)
+    set_hyperparameters(optimizer, lr=settings["lr"], weight_decay=settings["weight_decay"])
+    optimizer.step()
+    method.after_step(0.0)
+    after = renamed({k[11:]: v for k, v in wide.items() if k.startswith("after_step.")})
+    assert len(after) == 13
+    for name, value in after.items():
+        torch.testing.assert_close(dict(method.named_parameters())[name].detach(), value, **TOLERANCE)
 
 
 def test_switch_of_smoothing_gives_their_target(golden, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from patchmix.config import validate
 from patchmix.methods.method import Method
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.methods.swav import sinkhorn
-from patchmix.mixing import PatchMix
+from patchmix.mixing import Mixed, PatchMix, ResizeMix
 from patchmix.nn.tokens import all_tokens
 from patchmix.nn.vit import create_encoder
 from tests.oracles import methods as oracle
@@ -324,6 +324,25 @@ def test_sdmp(mix: str) -> None:
         weights = [[v / t for v, t in zip(w, totals, strict=True)] for w in (same, swap)]
         expected += tau2 * oracle.sdmp(q_mix, k_mix, weights[0], weights[1], 0.2)
         assert out["loss"].item() == near(expected)
+
+
+def test_sdmp_pastes_over_a_tenth_to_nine_tenths() -> None:
+    method = make("sdmp")
+    method.eval()
+    shares: list[Tensor] = []
+    call = ResizeMix.__call__
+
+    def spy(self: ResizeMix, images: Tensor, fraction: Tensor | None = None) -> Mixed:
+        assert fraction is not None
+        shares.append(fraction)
+        return call(self, images, fraction)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResizeMix, "__call__", spy)
+        for _ in range(40):
+            method(views())
+    drawn = torch.cat(shares)
+    assert 0.1 <= drawn.min() < 0.2 and 0.8 < drawn.max() <= 0.9 and abs(float(drawn.mean()) - 0.5) < 0.05
 
 
 def test_regioncl() -> None:

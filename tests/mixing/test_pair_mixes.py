@@ -81,12 +81,12 @@ def test_boxes_keep_their_place(n: int, seed: int, name: str) -> None:
             assert len(ys) == (ys.max() - ys.min() + 1) * (xs.max() - xs.min() + 1)
 
 
-def test_regionswap_swaps_whole_patches_and_its_sides_are_one_to_three_sevenths() -> None:
+def test_regionswap_swaps_whole_patches_and_its_sides_are_three_to_five_sevenths() -> None:
     swap = RegionSwap(4, generator=seeded(0))
     images = torch.zeros(2, 1, 56, 56)  # 14 × 14 patches
     regions = [swap.draw(images) for _ in range(400)]
-    assert {r.bottom - r.top for r in regions} == {r.right - r.left for r in regions} == {2, 3, 4, 5, 6}
-    assert {r.top for r in regions} >= {0, 1, 12} and max(r.bottom for r in regions) == 14
+    assert {r.bottom - r.top for r in regions} == {r.right - r.left for r in regions} == {6, 7, 8, 9, 10}
+    assert {r.top for r in regions} >= {0, 1, 8} and max(r.bottom for r in regions) == 14
     mixed = swap(marked(2, 56, 56), Region(1, 2, 3, 5))
     assert torch.all(mixed.images[0, 0, 4:12, 8:20] == 1) and mixed.images[0].sum() == 8 * 12
 

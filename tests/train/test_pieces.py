@@ -14,8 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from patchmix.build import METHODS
 from patchmix.evaluate.monitor import collapse_warning, effective_rank, health
 from patchmix.files import write_text, writing
+from patchmix.methods.options import IBOTOptions
+from patchmix.nn.vit import create_encoder
 from patchmix.schedules import WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, forget_after, read_metrics
@@ -53,6 +56,15 @@ def test_decay_is_for_matrices_only() -> None:
     set_hyperparameters(optimizer, lr=0.3, weight_decay=0.2)
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.3, 0.2), (0.3, 0.0)]
     assert optimizer.defaults["fused"]
+
+
+def test_decay_reaches_the_1d_parameters_that_are_matrices_in_the_authors_code() -> None:
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=1, heads=2)
+    method = METHODS["ibot"](encoder, IBOTOptions(norm_last_layer=False, head_hidden=8, head_bottleneck=4, head_out=16))
+    decayed = build_optimizer(method).param_groups[0]["params"]
+    assert any(p is method.mask_token for p in decayed) and any(p is method.head.lengths for p in decayed)  # type: ignore[union-attr]
+    lengths = method.head.prototypes.detach().norm(dim=1)  # type: ignore[operator, union-attr]
+    assert 0.3 < float(lengths.mean()) < 0.8  # that of nn.Linear's rows, 0.577 on average
 
 
 def test_muon_is_torchs_with_q_k_and_v_apart() -> None:

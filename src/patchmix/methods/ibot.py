@@ -16,6 +16,7 @@ from patchmix.methods.method import Method
 from patchmix.methods.options import IBOTOptions
 from patchmix.mixing import block_masks
 from patchmix.nn import Center, MomentumCopy, PrototypeHead, all_tokens, patch_size_of, project
+from patchmix.nn.heads import decayed
 from patchmix.schedules import Cosine, Linear
 
 
@@ -27,7 +28,7 @@ class IBOT(Method):
         sizes = options.head_hidden, options.head_bottleneck, options.head_out
         self.head = PrototypeHead(encoder.num_features, *sizes, fixed_length=options.norm_last_layer)
         self.momentum_copy = MomentumCopy(encoder, self.head, momentum=Cosine(options.momentum, 1.0))  # the teacher
-        self.mask_token = nn.Parameter(torch.zeros(encoder.embed_dim))  # e_[MASK]
+        self.mask_token = decayed(nn.Parameter(torch.zeros(encoder.embed_dim)))  # e_[MASK]
         self.center = Center(options.head_out, options.center_momentum)  # C
         self.center_patch = Center(options.head_out, options.center_patch_momentum)  # C′
         self.patch_size = patch_size_of(encoder)

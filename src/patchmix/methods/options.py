@@ -132,6 +132,7 @@ class SDMPOptions:
     """SDMP, with the authors' defaults for ViT."""
 
     mix: Literal["resizemix", "cutmix", "mixup", "all"] = "resizemix"  # The mix; "all" draws one of the three per step.
+    pasted_area: tuple[Fraction, Fraction] = (0.1, 0.9)  # Range of the fraction of an image that ResizeMix pastes over.
     weights: tuple[float, float, float] = (1.0, 0.5, 0.5)  # Weights of source-to-source, mix-to-source and mix-to-mix.
     temperature: Temperature = 0.2  # Temperature τ.
     momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.
@@ -142,9 +143,9 @@ class SDMPOptions:
 
 @dataclass(frozen=True)
 class RegionCLOptions:
-    """RegionCL: regions and weights as in the paper, which uses a ResNet; the rest is MoCo v3's."""
+    """RegionCL: regions as in the authors' configuration, weights as in the paper; the rest is MoCo v3's."""
 
-    region_sides: tuple[float, float] = (1 / 7, 3 / 7)  # Range of the region's side, as a fraction of the image's.
+    region_sides: tuple[float, float] = (3 / 7, 5 / 7)  # Range of the region's side, as a fraction of the image's.
     weights: tuple[float, float] = (1.0, 1.0)  # Weights of the instance level and the region level.
     temperature: Temperature = 0.2  # Temperature τ.
     momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.

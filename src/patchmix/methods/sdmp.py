@@ -13,7 +13,7 @@ from patchmix import distributed
 from patchmix.losses import Contrasts, pad_targets
 from patchmix.methods.method import Method
 from patchmix.methods.options import SDMPOptions
-from patchmix.mixing import PAIR_MIXES, OneOf, overlap
+from patchmix.mixing import PAIR_MIXES, OneOf, ResizeMix, overlap
 from patchmix.nn import MomentumCopy, mlp_head, project
 from patchmix.schedules import Cosine
 
@@ -29,7 +29,9 @@ class SDMP(Method):
         self.predictor = mlp_head(2, options.head_out, options.head_hidden, options.head_out)
         self.momentum_copy = MomentumCopy(encoder, self.projector, momentum=Cosine(options.momentum, 1.0))
         names = list(PAIR_MIXES) if options.mix == "all" else [options.mix]
-        self.mix = OneOf([PAIR_MIXES[name](generator=self.generator) for name in names], self.generator)
+        mixes = {name: create(generator=self.generator) for name, create in PAIR_MIXES.items()}
+        mixes["resizemix"] = ResizeMix(area=options.pasted_area, generator=self.generator)
+        self.mix = OneOf([mixes[name] for name in names], self.generator)
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), whose roles are exchanged at random, then any number of local crops."""

@@ -31,13 +31,13 @@ def block_masks(
     for area_at, aspect_at, top_at, left_at in torch.rand(ATTEMPTS, 4, n, generator=generator):
         area = smallest + area_at * (left_over - smallest)
         aspect = torch.exp((2.0 * aspect_at - 1.0) * math.log(1.0 / LOWEST_ASPECT))
-        h = (area.clamp_min(0.0) * aspect).sqrt().round().clamp(max=rows)
-        w = (area.clamp_min(0.0) / aspect).sqrt().round().clamp(max=columns)
+        h = (area.clamp_min(0.0) * aspect).sqrt().round()
+        w = (area.clamp_min(0.0) / aspect).sqrt().round()
         top = (top_at * (rows - h + 1)).floor().view(-1, 1, 1)
         left = (left_at * (columns - w + 1)).floor().view(-1, 1, 1)
         block = (y >= top) & (y < top + h.view(-1, 1, 1)) & (x >= left) & (x < left + w.view(-1, 1, 1))
         added = (block & ~masked).sum(dim=(1, 2))
-        fits = (added > 0) & (added <= left_over)
+        fits = (added > 0) & (added <= left_over) & (h < rows) & (w < columns)  # no whole rows or columns
         masked |= block & fits.view(-1, 1, 1)
         left_over = left_over - torch.where(fits, added, 0)
     return masked.flatten(1)

@@ -61,17 +61,27 @@ class CutMix(_BetaMix):
 
 
 class ResizeMix(Mix):
-    """Qin et al., 2020: the whole partner, resized by τ ~ U(0.1, 0.8) of its sides, is pasted at a uniform position."""
+    """Qin et al., 2020: the whole partner, resized by τ ~ U(0.1, 0.8) of its sides, is pasted at a uniform position.
 
-    def __init__(self, scale: tuple[float, float] = (0.1, 0.8), generator: torch.Generator | None = None) -> None:
-        if not 0.0 < scale[0] <= scale[1] < 1.0:
-            raise ValueError(f"scale of ResizeMix is {scale}; it must rise within (0, 1), e.g. (0.1, 0.8)")
-        self.scale, self.generator = scale, generator
+    With `area`, it is the fraction of the image pasted over, τ², that is uniform.
+    """
+
+    def __init__(
+        self,
+        scale: tuple[float, float] = (0.1, 0.8),
+        generator: torch.Generator | None = None,
+        area: tuple[float, float] | None = None,
+    ) -> None:
+        for name, (low, high) in {"scale": scale, "area": area or scale}.items():
+            if not 0.0 < low <= high < 1.0:
+                raise ValueError(f"{name} of ResizeMix is {(low, high)}; it must rise within (0, 1), e.g. (0.1, 0.8)")
+        self.scale, self.area, self.generator = scale, area, generator
 
     def draw(self, n: int) -> Tensor:
         """fraction = τ², up to whole pixels: (N,)."""
-        low, high = self.scale
-        return (low + (high - low) * torch.rand(n, generator=self.generator)).square()
+        low, high = self.area or self.scale
+        drawn = low + (high - low) * torch.rand(n, generator=self.generator)
+        return drawn if self.area else drawn.square()
 
     def __call__(self, images: Tensor, fraction: Tensor | None = None) -> Mixed:
         n, _, height, width = check_images(images, "ResizeMix")
@@ -104,13 +114,13 @@ class Region:
 class RegionSwap(Mix):
     """RegionCL, Xu et al., ECCV 2022: two images exchange one region of whole patches, the same for the whole batch.
 
-    Its sides are fractions of the image's; the defaults are RegionCL's, one to three cells of seven.
+    Its sides are fractions of the image's; the defaults are RegionCL's, three to five cells of seven.
     """
 
     def __init__(
         self,
         patch_size: int,
-        sides: tuple[float, float] = (1 / 7, 3 / 7),
+        sides: tuple[float, float] = (3 / 7, 5 / 7),
         generator: torch.Generator | None = None,
     ) -> None:
         check_patch_size(patch_size)

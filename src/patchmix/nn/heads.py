@@ -43,6 +43,12 @@ def mlp_head(layers: int, in_dim: int, hidden: int, out_dim: int) -> nn.Sequenti
     return nn.Sequential(*modules)
 
 
+def decayed(parameter: nn.Parameter) -> nn.Parameter:
+    """Marks a 1-d parameter that is decayed all the same: in its authors' code it has two dimensions."""
+    parameter.decayed = True  # type: ignore[attr-defined]
+    return parameter
+
+
 class PrototypeHead(nn.Module):
     """A three-layer MLP with GELU, unit length, then K prototypes by a weight-normalized linear layer: (…, D) → (…, K).
 
@@ -59,8 +65,8 @@ class PrototypeHead(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
-        self.prototypes = nn.Parameter(F.normalize(torch.randn(out_dim, bottleneck), dim=1))
-        self.lengths = None if fixed_length else nn.Parameter(torch.ones(out_dim))
+        self.prototypes = nn.Parameter(nn.Linear(bottleneck, out_dim, bias=False).weight.detach())
+        self.lengths = None if fixed_length else decayed(nn.Parameter(torch.ones(out_dim)))
         self.frozen = False
 
     def fixed_parameters(self) -> list[nn.Parameter]:

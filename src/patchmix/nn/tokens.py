@@ -46,7 +46,7 @@ def class_tokens(encoder: nn.Module, images: Tensor) -> Tensor:
         features: Tensor = encoder(images)
         return features
     assert isinstance(encoder, VisionTransformer)
-    x = encoder.norm_pre(encoder.patch_drop(encoder._pos_embed(encoder.patch_embed(images))))  # (N, T, D)
+    x = encoder.norm_pre(encoder.patch_drop(add_positions(encoder, encoder.patch_embed(images))))  # (N, T, D)
     for block in encoder.blocks[:-1]:
         x = run_block(block, x, recompute=encoder.grad_checkpointing)
     last = encoder.blocks[-1]
@@ -55,6 +55,26 @@ def class_tokens(encoder: nn.Module, images: Tensor) -> Tensor:
     x = x + last.drop_path2(last.ls2(last.mlp(last.norm2(x))))
     pooled: Tensor = encoder.forward_head(encoder.norm(x))
     return pooled
+
+
+def add_positions(encoder: VisionTransformer, x: Tensor) -> Tensor:
+    """Patch embeddings, (N, T, D) or (N, rows, columns, D), with class token and positions.
+
+    Images of another size have resampled positions: as timm does it, which the authors of DINO, iBOT and PatchMix do
+    not do for local crops: `encoder.author_positions` resamples as they do, without antialiasing and for a size that
+    is 0.1 patches larger.
+    """
+    grid, positions = encoder.patch_embed.grid_size, encoder.pos_embed
+    same_size = x.ndim == 3 or tuple(x.shape[1:3]) == tuple(grid)
+    if same_size or not getattr(encoder, "author_positions", False) or positions is None or encoder.cls_token is None:
+        return encoder._pos_embed(x)
+    rows, columns = x.shape[1:3]
+    table = positions[:, 1:].view(1, *grid, -1).permute(0, 3, 1, 2)  # (1, D, rows, columns)
+    scale = ((rows + 0.1) / grid[0], (columns + 0.1) / grid[1])
+    table = F.interpolate(table, scale_factor=scale, mode="bicubic").flatten(2).mT
+    tokens = torch.cat([encoder.cls_token.expand(len(x), -1, -1), x.flatten(1, 2)], dim=1)
+    out: Tensor = encoder.pos_drop(tokens + torch.cat([positions[:, :1], table], dim=1))
+    return out
 
 
 class TokenDropout(nn.Module):
@@ -135,7 +155,7 @@ def all_tokens(
     if mask is not None:
         assert mask_token is not None
         x = torch.where(mask.view(*x.shape[:-1], 1), mask_token.to(x.dtype), x)
-    x = encoder._pos_embed(x)
+    x = add_positions(encoder, x)
     x = encoder.norm_pre(encoder.patch_drop(x) if keep is None else encoder.patch_drop(x, keep))
     for block in encoder.blocks:
         x = run_block(block, x, recompute=encoder.grad_checkpointing)

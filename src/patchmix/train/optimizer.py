@@ -22,7 +22,8 @@ def build_optimizer(
     for parameter_name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.ndim <= 1 or parameter_name.endswith(".bias"):
+        plain = parameter.ndim <= 1 or parameter_name.endswith(".bias")
+        if plain and not getattr(parameter, "decayed", False):
             groups["plain"].append(parameter)
         elif name == "muon" and parameter.ndim == 2 and ".blocks." in parameter_name:
             groups["muon"].append(parameter)
