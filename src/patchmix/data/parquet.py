@@ -25,9 +25,9 @@ _MOST_GROUPS = 64
 class ParquetSource:
     """The rows of some parquet files, in the order of the files."""
 
-    def __init__(self, files: Sequence[Path], *, name: str) -> None:
+    def __init__(self, files: Sequence[str | Path], *, name: str) -> None:
         self.name = name
-        self._files = tuple(files)
+        self._files = tuple(Path(file) for file in files)
         opened = [_open(file) for file in self._files]
         self._owners = [(file, group) for file, p in enumerate(opened) for group in range(p.num_row_groups)]
         groups = [opened[file].metadata.row_group(group) for file, group in self._owners]

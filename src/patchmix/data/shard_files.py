@@ -14,7 +14,7 @@ import re
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,22 +78,22 @@ def find_shards(data: str) -> dict[Split, list[str]]:
 
 def shards_in(root: Path) -> dict[Split, list[str]]:
     """The shards of a local folder, by split; {} where images lie beside them, or where there are none."""
-    found = files_below(root, ".tar")
-    beside = [name for folder in {root, *(path.parent for path in found)} for name in os.listdir(folder)]  # noqa: PTH208
-    if any(name.lower().endswith(EXTENSIONS) and not name.startswith(".") for name in beside):
-        return {}
-    return by_split([str(path) for path in found], str(root))
+    splits = files_in(root, ".tar")
+    folders = {root, *(Path(name).parent for names in splits.values() for name in names)}
+    beside = [path.name for folder in folders for path in folder.iterdir()]
+    is_mixed = any(name.lower().endswith(EXTENSIONS) and not name.startswith(".") for name in beside)
+    return {} if is_mixed else splits
 
 
-def files_below(root: Path, ending: str) -> list[Path]:
-    """Visible files with this ending in a folder or one level below; a deep folder of images is not searched."""
+def files_in(root: Path, ending: str) -> dict[Split, list[str]]:
+    """Visible files of a folder or one level below, by split; a deep folder of images is not searched."""
     found = [path for pattern in (f"*{ending}", f"*/*{ending}") for path in sorted(root.glob(pattern))]
-    return [path for path in found if not path.relative_to(root).as_posix().startswith(".")]
+    visible = [str(path) for path in found if not path.relative_to(root).as_posix().startswith(".")]
+    return by_split(visible, str(root))
 
 
-def by_split(names: Iterable[str], root: str = "") -> dict[Split, list[str]]:
+def by_split(names: list[str], root: str = "") -> dict[Split, list[str]]:
     """Files by how their names, or else their folders' names, begin; all are for training where no name says it."""
-    names = list(names)
     groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.removeprefix(root).strip("/").split("/")[-2:]

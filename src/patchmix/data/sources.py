@@ -21,7 +21,7 @@ from patchmix.data.folder import FolderSource, class_names
 from patchmix.data.memory import InMemorySource, from_array, in_memory
 from patchmix.data.parquet import ParquetSource
 from patchmix.data.shapes import shapes_source
-from patchmix.data.shard_files import by_split, files_below, find_shards, names_shards, shards_in
+from patchmix.data.shard_files import files_in, find_shards, names_shards, shards_in
 from patchmix.data.shards import open_shards
 
 NAMES = ("shapes", "cifar10", "cifar100", "imagenet")
@@ -119,12 +119,11 @@ def _unknown(data: str, path: Path) -> str:
     return f"data {data!r} is neither a name nor a path that exists; {hint}DATA is {FORMS}"
 
 
-def _parquet_files(root: Path) -> dict[Split, list[Path]]:
-    """Parquet files by split, from how their names, or else their folders' names, begin; {} when there are none."""
+def _parquet_files(root: Path) -> dict[Split, list[str]]:
+    """Parquet files by split; {} when there are none."""
     if root.is_file():
-        return {"train": [root]} if root.suffix == ".parquet" else {}
-    splits = by_split([str(path) for path in files_below(root, ".parquet")], str(root))
-    return {split: [Path(name) for name in names] for split, names in splits.items()}
+        return {"train": [str(root)]} if root.suffix == ".parquet" else {}
+    return files_in(root, ".parquet")
 
 
 # --------------------------------------------------------------------------------------------------- sets known by name
