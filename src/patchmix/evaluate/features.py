@@ -9,8 +9,7 @@ import hashlib
 import json
 import os
 import warnings
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from patchmix import distributed
@@ -36,7 +35,7 @@ from patchmix.interop.loading import load_backbone
 from patchmix.progress import progress_bar
 from patchmix.settings import Embed
 
-Part = TypeVar("Part")
+Item = TypeVar("Item")
 LAYERS: dict[str, str] = {
     "token": "class token after the last norm",
     "mean": "mean of the patch tokens after the last norm",
@@ -165,7 +164,7 @@ def check_finite(vectors: Tensor, whose: str) -> None:
         )
 
 
-def gather_parts(part: Part) -> list[Part]:
+def gather_parts(part: Item) -> list[Item]:
     """What each process has, in the order of their ranks, on every process."""
     parts = [part] * distributed.world_size()
     if len(parts) > 1:
@@ -177,31 +176,23 @@ def gather_parts(part: Part) -> list[Part]:
 
 
 def _keep(path: Path, features: Features) -> None:
-    tensors = {"vectors": features.vectors.contiguous(), "indices": features.indices.contiguous()}
     try:
         with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata=_checksums(tensors))
+            save_file({"vectors": features.vectors, "indices": features.indices}, temporary)
         prune(path.parent, KEPT_BYTES, keep=path)
     except OSError as error:  # a full disk or a read-only home must not stop the evaluation
         warnings.warn(f"features are not kept: {path.parent} can't be written ({error.strerror})", stacklevel=2)
 
 
 def _load(path: Path, source: Source) -> Features | None:
-    """What `_keep` wrote, or None where it is missing or damaged."""
+    """What `_keep` wrote, or None where it is missing or incomplete."""
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in ("vectors", "indices")}
-            if file.metadata() != _checksums(tensors):
-                return None
+        tensors = load_file(path)
     except (SafetensorError, OSError):
         return None
     with contextlib.suppress(OSError):  # a cache that others own
         os.utime(path)  # used now
     return Features.of(source, **tensors)
-
-
-def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: str(zlib.crc32(tensor.numpy().data)) for name, tensor in tensors.items()}
 
 
 # ------------------------------------------------------------------------------------------------------ patchmix embed

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -89,9 +90,9 @@ def raw_pixel_knn(train: Source, test: Source, *, k: int = HEADLINE_K) -> float:
     """kNN on the pixels themselves: a baseline that an encoder should beat."""
 
     def pixels(source: Source) -> Tensor:
-        crop = CenterCrop(min(source.load(0).shape[:2]))
-        images = [crop([source.load(i)], epoch=0, indices=torch.tensor([i]).numpy())[0] for i in range(len(source))]
-        flat = torch.stack([torch.from_numpy(image).flatten().float() for image in images])
+        images = [source.load(i) for i in range(len(source))]
+        (crops,) = CenterCrop(min(images[0].shape[:2]))(images, epoch=0, indices=np.arange(len(images)))
+        flat = torch.from_numpy(crops).flatten(1).float()
         return flat - flat.mean(dim=1, keepdim=True)
 
     assert train.labels is not None and test.labels is not None

@@ -51,25 +51,16 @@ class Task:
     def fit(
         self, protocol: str, method: "SupervisedMethod", transform: Any, settings: Mapping[str, Any], **options: Any
     ) -> tuple[dict[str, float], Path | None]:
-        """`fit` on the training part; returns its values and its folder, if there is one.
-
-        With the same settings, weights and data, it goes on where it was stopped.
-        """
+        """`fit` on the training part. With the same settings, weights and data, it goes on where it was stopped."""
         identity = {
             "settings": dict(settings),
             "weights": self.digest,
             "architecture": repr(self.backbone.architecture),
             "data": self.data.fingerprint(),
         }
-        folder = work_folder(self.out, protocol, identity)
-        where: dict[str, Any] = {
-            "folder": folder,
-            "identity": identity,
-            "device": self.device,
-            "workers": self.settings.workers,
-        }
+        where: dict[str, Any] = {"out": self.out, "device": self.device, "workers": self.settings.workers}
         options = {"prepare": self.prepare} | options
-        return fit(method, self.data.train, transform, **where, **options), folder
+        return fit(protocol, method, self.data.train, transform, identity=identity, **where, **options)
 
     def prepare(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Normalized images (N, 3, H, W), and labels (N,)."""
@@ -160,6 +151,7 @@ class BestScores(nn.Module):
 
 
 def fit(
+    protocol: str,
     method: SupervisedMethod,
     source: Source,
     transform: Any,
@@ -167,7 +159,7 @@ def fit(
     prepare: Callable[[Batch], Any],
     evaluator: Evaluator,
     optimizer: torch.optim.Optimizer,
-    folder: Path | None,
+    out: Path | None,
     identity: dict[str, Any],
     device: torch.device,
     workers: int,
@@ -181,12 +173,12 @@ def fit(
     weight_decay: float = 0.0,
     clip_grad: float = 0.0,
     evaluate_every: float = 1.0,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], Path | None]:
     """Trains to the end and returns the evaluator's last values, with the best of each score and its epoch.
 
     warmup: of the number of steps, the share of the training in which the learning rate rises.
-    With a `folder`, checkpoints are kept there, and a call with the same `identity` goes on where one was stopped;
-    two at a time in one folder are refused.
+    With `out`, checkpoints are kept in a folder below it, which is returned, too: one for each `identity`. A call with
+    the same identity goes on where one was stopped; two at a time are refused.
     """
     rank, world_size, pin_memory = distributed.rank(), distributed.world_size(), device.type == "cuda"
     order: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate, "seed": seed}
@@ -207,10 +199,11 @@ def fit(
         if values := dict(evaluator(encoder)):
             yield from method.scores.note(values, loader.steps_per_epoch)
 
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    folder = None if out is None else out / f"{protocol}-{digest[:10]}"
     with _log_and_checkpoints(folder, identity) as parts:
-        return train(
-            method, loader, plan, optimizer=optimizer, device=device, prepare=prepare, evaluators=[evaluate], **parts
-        )
+        parts |= {"optimizer": optimizer, "device": device, "prepare": prepare, "evaluators": [evaluate]}
+        return train(method, loader, plan, **parts), folder
 
 
 @contextmanager
@@ -218,11 +211,7 @@ def _log_and_checkpoints(folder: Path | None, identity: dict[str, Any]) -> Itera
     """What `train` takes to log and save in `folder`, to go on from its last checkpoint, and to be alone in it."""
     with run_lock(folder) if folder is not None and distributed.is_main() else nullcontext():
         checkpoints = None if folder is None else Checkpoints(folder / "checkpoints")
-        state: dict[str, Any] | None = None
-        if checkpoints is not None and checkpoints.last is not None:
-            state = load_checkpoint(checkpoints.last)
-            if state.get("identity") != identity:
-                raise ValueError(f"{checkpoints.last} belongs to another evaluation; remove {folder} to start anew")
+        state = load_checkpoint(checkpoints.last) if checkpoints is not None and checkpoints.last is not None else None
         distributed.barrier()  # nobody writes before everybody has read
         if folder is not None and distributed.is_main():
             write_text(folder / "settings.json", json.dumps(identity, indent=2) + "\n")
@@ -241,14 +230,6 @@ def layer_groups(encoder: VisionTransformer, layer_decay: float) -> list[dict[st
         layer_decay=layer_decay,
     )
     return [group | {"decayed": group["weight_decay"] > 0} for group in groups]
-
-
-def work_folder(out: Path | None, protocol: str, identity: Mapping[str, Any]) -> Path | None:
-    """Where a training keeps its checkpoints: one folder for each set of settings, data and weights."""
-    if out is None:
-        return None
-    digest = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()
-    return out / f"{protocol}-{digest[:10]}"
 
 
 def usual_batch(image_size: int, images: int, *, multiple: int) -> int:

@@ -1,6 +1,7 @@
 """A folder in COCO's layout: images and objects, checked before training starts, and average precision on them."""
 
 import contextlib
+import copy
 import hashlib
 import io
 import json
@@ -124,8 +125,7 @@ class CocoImages:
 
     def only(self, positions: Sequence[int]) -> "CocoImages":
         """Some of the images, by position."""
-        other = object.__new__(CocoImages)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other.chosen = self.chosen[np.asarray(positions, np.int64)]
         return other
 

@@ -98,8 +98,6 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
         "weights": file.digest(),
         "data": [train.fingerprint(), val.fingerprint()],
     }
-    folder = protocol.work_folder(out, "detect", identity)
-    assert folder is not None
     detector = file.detector(**_chosen(settings, "drop_path", "rois_per_image", "recompute"))
     method = DetectMethod(detector).to(device).train()
     last: list[Detections] = []
@@ -115,21 +113,23 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
         yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0][1].metrics}.items()
 
     views = _chosen(settings, "scale", "flip", "seed")
-    plan = _chosen(settings, "lr", "weight_decay", "clip_grad", "batch_size", "accumulate", "epochs")
-    values = protocol.fit(
+    plan = _chosen(settings, "lr", "weight_decay", "clip_grad", "batch_size", "accumulate", "epochs", "evaluate_every")
+    values, folder = protocol.fit(
+        "detect",
         method,
         train,
         TrainingViews(train, size=file.shape.image_size, mean=file.mean, **views),
         prepare=prepare,
         evaluator=evaluator,
         optimizer=torch.optim.AdamW(layer_groups(detector, settings.layer_decay), lr=0.0),
-        folder=folder,
+        out=out,
         identity=identity,
         device=device,
         warmup=lambda steps: min(settings.warmup_steps, steps // 10) / steps,
         **plan,
-        **_chosen(settings, "evaluate_every", "workers", "seed"),
+        **_chosen(settings, "workers", "seed"),
     )
+    assert folder is not None
     if distributed.is_main():
         replace(file, weights={key: value.cpu() for key, value in detector.state_dict().items()}).save(folder / FILE)
     record = record | {"train": train.name, "train_images": len(train), "val": val.name}
@@ -237,10 +237,8 @@ def _new_detector(backbone: Backbone | None, train: CocoImages, settings: Detect
             encoder, origin = create_encoder(settings.model), {"random": True, "seed": settings.seed}
             backbone = Backbone(Architecture.of(settings.model, encoder), encoder.state_dict(), origin=origin)
         torch.manual_seed(settings.seed)
-        architecture, shape = (
-            backbone.architecture,
-            Shape(**_chosen(settings, *(field.name for field in fields(Shape)))),
-        )
+        architecture = backbone.architecture
+        shape = Shape(**_chosen(settings, *(field.name for field in fields(Shape))))
         unit = max(32, shape.patch_size or architecture.patch_size)
         if shape.image_size % unit:
             raise ValueError(f"image_size is {shape.image_size}; it must be a multiple of {unit}")
