@@ -219,7 +219,7 @@ def _os_errors(url: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise OSError("no such file") from error
-    except Exception as error:
+    except Exception as error:  # not to be listed: botocore's, gcsfs's, … belong to packages that need not be there
         status = getattr(error, "status", None)  # aiohttp's
         reason = f"HTTP {status}" if isinstance(status, int) else " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, ImportError) or "Protocol not known" in reason:

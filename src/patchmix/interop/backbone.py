@@ -173,6 +173,7 @@ def check_weights(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], c
 
 
 def first_of(names: Sequence[str]) -> str:
+    """The first three, for a message."""
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
