@@ -69,23 +69,22 @@ def document(*, title: str, sections: Mapping[str, tuple[str, Markup]], data: An
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    entries = (element("li", element("a", heading, href=f"#{key}")) for key, (heading, _) in sections.items())
+    entries, bodies = [], []
+    for key, (heading, body) in sections.items():
+        title_id = f"{key}-title"
+        entries.append(element("li", element("a", heading, href=f"#{key}")))
+        bodies.append(element("section", element("h2", heading, id=title_id), body, id=key, aria_labelledby=title_id))
     parts = {
         "policy": Markup(policy),
         "title": title,
         "style": Markup(style),
         "navigation": element("ul", *entries),
-        "sections": join(*(_section(key, heading, body) for key, (heading, body) in sections.items())),
+        "sections": join(*bodies),
         "footer": footer,
         "data": Markup(inert_json(data)),
         "script": Markup(script),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: str(join(parts[match[1]])), _read("page.html"))  # one pass only
-
-
-def _section(key: str, heading: str, body: Markup) -> Markup:
-    title = f"{key}-title"
-    return element("section", element("h2", heading, id=title), body, id=key, aria_labelledby=title)
 
 
 def inert_json(data: Any) -> str:

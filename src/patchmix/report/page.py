@@ -126,30 +126,25 @@ def _renamed(records: Sequence[Record]) -> list[Record]:
 
 def verdict(record: Record) -> tuple[str, bool]:
     """Such as "trained 40 epochs, kNN 61.2 % [60.2, 62.1], no collapse", and whether nothing is wrong."""
-    parts, fine = [], True
-    epoch = record.history.last("epoch")
+    epoch, knn = record.history.last("epoch"), record.history.last("knn")
+    complete = (record.folder / "encoder.safetensors").is_file()
     if epoch is None:
-        parts.append("no training log")
-    elif (record.folder / "encoder.safetensors").is_file():
+        trained = "no training log"
+    elif complete:
         epochs = f"{epoch:.1f}".removesuffix(".0")
-        parts.append(f"trained {epochs} epoch{'' if epochs == '1' else 's'}")
+        trained = f"trained {epochs} epoch{'' if epochs == '1' else 's'}"
     else:
-        fine = False
-        parts.append(
-            f"unfinished, at epoch {epoch:.3g}" + (f" of {record.config.train.epochs:g}" if record.config else "")
-        )
+        trained = f"unfinished, at epoch {epoch:.3g}"
+        trained += f" of {record.config.train.epochs:g}" if record.config else ""
+    accuracy = "kNN not measured" if knn is None else f"kNN {100 * knn:.1f} % in the training monitor"
     measured = next((result for result in reversed(record.results) if result.protocol == "knn"), None)
     if measured is not None:
         low, high = measured.interval()
-        parts.append(f"kNN {100 * measured.top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]")
-    elif (knn := record.history.last("knn")) is not None:
-        parts.append(f"kNN {100 * knn:.1f} % in the training monitor")
-    else:
-        parts.append("kNN not measured")
+        accuracy = f"kNN {100 * measured.top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
     health = {key: value for key in ("rank", "mean_cosine") if (value := record.history.last(key)) is not None}
     warning = collapse_warning(health)
-    parts.append(warning or ("no collapse" if health else "collapse not checked"))
-    return ", ".join(parts), fine and warning is None
+    collapse = warning or ("no collapse" if health else "collapse not checked")
+    return f"{trained}, {accuracy}, {collapse}", (complete or epoch is None) and warning is None
 
 
 # ------------------------------------------------------------------------------------------------------ cards, tables
@@ -257,8 +252,8 @@ def _pictures(gallery: Gallery, records: Sequence[Record], backbones: Sequence[B
         f"{len(gallery):,} images of {gallery.source.name}. Choose one to see its nearest neighbors by cosine s, as "
         "kNN ranks them; their normalized similarity exp(s/0.07)/exp(1/0.07); their classes; their places on a map."
     )
-    note = element("p", text, class_="note")
-    sections: Sections = {"explorer": ("Explorer", join(note, element("div", id="explorer-here")))}
+    explorer = join(element("p", text, class_="note"), element("div", id="explorer-here"))
+    sections: Sections = {"explorer": ("Explorer", explorer)}
     positions = [gallery.positions[row] for row in spread(len(gallery), 6)]
     for record in records:
         num_mix = record.config and getattr(record.config.method.options, "num_mix", None)

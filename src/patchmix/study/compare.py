@@ -64,20 +64,17 @@ def read_rows(runs: Sequence[str | Path]) -> list[Row]:
     """
     if not runs:
         raise ValueError("there is nothing to compare; give at least one run's folder")
-    return [row for run in runs for row in _rows(Path(run))]
-
-
-def _rows(folder: Path) -> list[Row]:
-    config, results = stored_config(folder), read_results(folder)
-    if config is None and not results:
-        raise ValueError(f"{folder} is neither a run (no config.yaml) nor has it results ({FILE}); check the path")
-    groups: dict[tuple[str | None, str | None], dict[str, Result]] = {}
-    for result in results:  # oldest first: the latest stays
-        groups.setdefault((result.data, result.weights), {})[result.protocol] = result
-    if not groups:
-        groups[None, None] = {}
-    model = config.model.name if config else results[0].encoder
-    return [Row(str(folder), model, config, data, weights, latest) for (data, weights), latest in groups.items()]
+    rows = []
+    for folder in map(Path, runs):
+        config, results = stored_config(folder), read_results(folder)
+        if config is None and not results:
+            raise ValueError(f"{folder} is neither a run (no config.yaml) nor has it results ({FILE}); check the path")
+        groups: dict[tuple[str | None, str | None], dict[str, Result]] = {} if results else {(None, None): {}}
+        for result in results:  # oldest first: the latest stays
+            groups.setdefault((result.data, result.weights), {})[result.protocol] = result
+        model = config.model.name if config else results[0].encoder
+        rows += [Row(str(folder), model, config, data, weights, latest) for (data, weights), latest in groups.items()]
+    return rows
 
 
 def stored_config(folder: Path) -> Config | None:

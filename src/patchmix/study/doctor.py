@@ -92,22 +92,20 @@ def devices() -> Iterator[Finding]:
 
 
 def cores() -> Iterator[Finding]:
-    usable, threads = usable_cores(), torch.get_num_threads()
-    found = f"{threads} threads on {usable} cores"
-    wanted = os.environ.get("OMP_NUM_THREADS")
+    usable, threads, wanted = usable_cores(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     remedy = f"OMP_NUM_THREADS={wanted} leaves cores idle; unset it, or use them as workers"
     if threads > usable:
         remedy = f"threads wait for each other: set OMP_NUM_THREADS={usable}"
-    yield check(threads == usable or (threads < usable and wanted is None), "threads", found, remedy)
+    fine = threads == usable or (threads < usable and wanted is None)
+    yield check(fine, "threads", f"{threads} threads on {usable} cores", remedy)
     load = os.getloadavg()[0]
     if load > usable + 0.5:
         remedy = "other programs compete for the cores and slow runs down"
         yield check(False, "load", f"{load:.1f} on {usable} cores", remedy)
+    found = "--workers 1 suits training on the CPU, where the step needs the cores itself"
     if torch.cuda.is_available():  # all cores but one feed the GPUs
-        workers = max(1, min(16, (usable - 1) // torch.cuda.device_count()))
-        yield Finding("workers", f"--workers {workers} suits this GPU")
-    else:
-        yield Finding("workers", "--workers 1 suits training on the CPU, where the step needs the cores itself")
+        found = f"--workers {max(1, min(16, (usable - 1) // torch.cuda.device_count()))} suits this GPU"
+    yield Finding("workers", found)
 
 
 def memory() -> Iterator[Finding]:
