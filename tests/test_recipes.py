@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from patchmix.build import build_method
-from patchmix.config import Config
+from patchmix.config import Config, flat
 from patchmix.methods.patchmix import PatchMixMethod
-from patchmix.recipes import PAPER_ROWS, RECIPES, demo, official, paper, start
+from patchmix.recipes import PAPER_ROWS, RECIPES, demo, fast, official, paper, start
 
 S16, B16 = "vit_small_patch16_224", "vit_base_patch16_224"
 T2, S2, B2 = "vit_tiny_patch2_32", "vit_small_patch2_32", "vit_base_patch2_32"
@@ -126,8 +126,23 @@ def test_every_row_of_the_paper_has_a_valid_recipe(row, name: str) -> None:
     assert config.replace() == config
 
 
-def test_the_demo_builds() -> None:
-    build_method(demo())
+@pytest.mark.parametrize("model", ["vit_tiny_patch8_32", "vit_tiny_patch4_32", "vit_small_patch8_64"])
+def test_fast_is_for_any_small_model_and_the_demo_is_fast(model: str) -> None:
+    config = fast(model, epochs=5)
+    assert config.replace() == config and config.warmup == pytest.approx(0.1)
+    assert (config.model.dim is None) == (model != "vit_tiny_patch8_32")  # other models have the sizes of their name
+    build_method(config)
+    shared = {"method", "model", "train"}
+    assert all(getattr(demo(model, epochs=5), section) == getattr(config, section) for section in shared)
+
+
+@pytest.mark.parametrize("name", ["paper", "official"])
+def test_switches_for_short_training_are_off_in_the_papers_recipes(name: str) -> None:
+    config = RECIPES[name](T2)
+    off = {"region_weight": 0.0, "directions": "paper", "plain_share": 1.0, "mixed_share": 1.0, "mixed_ramp": 0.0}
+    off |= {"num_mix_stages": False, "mix_blocks": (1,), "token_dropout": (0.0, 0.0), "image_sizes": ()}
+    off |= {"optim": "adamw", "positions": "learned", "initialization": "mocov3", "monitor_momentum": False}
+    assert {key: flat(config)[key][1] for key in off} == off
 
 
 def test_official_trains_without_momentum_and_with_local_crops() -> None:

@@ -295,6 +295,7 @@ def _from_0_1(values: Mapping[str, Any]) -> dict[str, Any]:
         minutes = train["budget_minutes"]
         rest = {key: value for key, value in train.items() if key != "budget_minutes"}
         values["train"] = {**rest, "budget": None if minutes is None else f"{minutes:g}min"}
+        values["model"] = {"author_positions": False, **(values.get("model") or {})}
     return values
 
 

@@ -17,7 +17,7 @@ TITLES: dict[str, str] = {
 TERMS = ("oto", "mto", "mtm")  # origin-to-origin, mix-to-origin, mix-to-mix: the order of method.weights
 # The settings that an ablation varies: a user can't set them for all rows.
 VARIED: dict[str, tuple[str, ...]] = {
-    "mix": ("mix",),
+    "mix": ("mix", "region_weight"),
     "num-mix": ("num_mix", "mix"),
     "terms": (),
     "epochs": (),
@@ -45,16 +45,21 @@ def _paper(c10_linear: float | None, c10_knn: float | None, c100_linear: float, 
 
 _BASELINE, _FULL = _paper(89.8, 88.2, 66.0, 61.2), _paper(96.0, 94.6, 78.7, 75.4)
 
+
+def _mix(name: str) -> dict[str, Any]:
+    return {"mix": name, "region_weight": 0.0}  # only PatchMix has regions of whole patches
+
+
 # Table "mix". Its baseline has the numbers of M = 1 in Table "num_mix", no mix at all. The paper has Mixup and CutMix
 # only together.
 MIX = (
-    AblationRow("baseline", {"mix": "patchmix", "num_mix": 1}, paper=_BASELINE),
-    AblationRow("mixup", {"mix": "mixup"}),
-    AblationRow("cutmix", {"mix": "cutmix"}),
-    AblationRow("cutmix+mixup", {"mix": "cutmix+mixup"}, paper=_paper(90.6, 88.7, 66.8, 62.3)),
-    AblationRow("regionswap", {"mix": "regionswap"}, paper=_paper(92.1, 91.3, 70.4, 64.2)),
-    AblationRow("resizemix", {"mix": "resizemix"}, paper=_paper(94.2, 92.1, 77.1, 66.7)),
-    AblationRow("patchmix", {"mix": "patchmix"}, paper=_FULL),
+    AblationRow("baseline", _mix("patchmix") | {"num_mix": 1}, paper=_BASELINE),
+    AblationRow("mixup", _mix("mixup")),
+    AblationRow("cutmix", _mix("cutmix")),
+    AblationRow("cutmix+mixup", _mix("cutmix+mixup"), paper=_paper(90.6, 88.7, 66.8, 62.3)),
+    AblationRow("regionswap", _mix("regionswap"), paper=_paper(92.1, 91.3, 70.4, 64.2)),
+    AblationRow("resizemix", _mix("resizemix"), paper=_paper(94.2, 92.1, 77.1, 66.7)),
+    AblationRow("patchmix", _mix("patchmix"), paper=_FULL),
 )
 
 # Table "num_mix".
