@@ -94,7 +94,7 @@ def measure_speed(config: Config, steps: int) -> Speed:
 
     before = 0 if device.type == "cuda" else resident_bytes()
     reset_peak(device)
-    step = RepeatedStep(method, prepare(next(batches).to(device)), plan)
+    step = RepeatedStep(method, prepare(next(batches).to(device)), plan, config.optim.name)
     first = seconds(step, device)
     step()  # now with the optimizer's state beside the activations
     peak = peak_bytes(device) - before
@@ -152,9 +152,9 @@ def print_speed(speed: Speed, title: str) -> None:
 class RepeatedStep:
     """The loop's `train_step` with a new optimizer, on the same views again and again."""
 
-    def __init__(self, method: Method, views: list[Tensor], plan: Plan) -> None:
+    def __init__(self, method: Method, views: list[Tensor], plan: Plan, optim: str = "adamw") -> None:
         self.method, self.views, self.plan = method, views, plan
-        self.optimizer = build_optimizer(method)
+        self.optimizer = build_optimizer(method, name=optim)
         self._device = views[0].device
         self._module = wrap(method, self._device, compiled=plan.compile)
         self._phases = Phases(torch.device("cpu"))

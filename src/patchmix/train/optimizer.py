@@ -1,7 +1,7 @@
 """AdamW, Muon, and their hyperparameters during training."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 def build_optimizer(
     module: nn.Module,
     *,
-    name: Literal["adamw", "muon"] = "adamw",
+    name: str = "adamw",
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> torch.optim.AdamW:
