@@ -1,5 +1,6 @@
 """Rank, world size, and the few collectives that pre-training needs; all work in a single process, too."""
 
+import json
 import os
 import sys
 import time
@@ -7,13 +8,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.nn.functional import all_reduce
 from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT_MINUTES = 10.0
@@ -155,11 +156,47 @@ def any_process(flag: bool, device: torch.device) -> bool:
     return average({"flag": float(flag)}, device)["flag"] > 0
 
 
+class _AllReduceSum(torch.autograd.Function):
+    """As torch.distributed.nn.functional.all_reduce, which is deprecated and does not compile."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
+        grad = grads[0].clone()
+        dist.all_reduce(grad)
+        return grad
+
+
 def all_reduce_sum(x: Tensor) -> Tensor:
     """The sum over ranks; gradients are summed, too."""
     if world_size() == 1:
         return x
-    return all_reduce(x)  # type: ignore[no-any-return, no-untyped-call]
+    return _AllReduceSum.apply(x)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def gather_rows(rows: Tensor, device: torch.device) -> list[Tensor]:
+    """The rows of every rank, on the CPU: (n, …) each, n may differ and be 0."""
+    if world_size() == 1:
+        return [rows]
+    shapes = gather(torch.tensor([rows.shape], device=device)).cpu()  # (world, dims)
+    most, *rest = shapes.max(dim=0).values.tolist()  # a rank without a single row does not know the width
+    padded = torch.zeros([most, *rest], dtype=rows.dtype, device=device)
+    if len(rows):
+        padded[: len(rows)] = rows.to(device)
+    received = gather(padded).cpu().view(len(shapes), most, *rest)
+    return [part[:count] for part, count in zip(received, shapes[:, 0].tolist(), strict=True)]
+
+
+def gather_json(value: Any, device: torch.device) -> list[Any]:
+    """What every rank has, sent as JSON: nothing is unpickled."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(part.numpy().tobytes()) for part in gather_rows(data, device)]
 
 
 def gather_with_gradient(x: Tensor) -> Tensor:

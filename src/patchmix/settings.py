@@ -98,7 +98,8 @@ class Linear(Evaluation):
     protocol: Literal["paper", "fast"] = "paper"
     """The paper's protocol with augmentation, or a fast sweep of classifiers on stored features."""
     epochs: Above0 | None = None  # Epochs; by default 100 for paper, and as many as the data needs for fast.
-    lr: Above0 | None = None  # Learning rate of the paper's protocol; by default 0.05.
+    base_lr: Above0 | None = None
+    """Learning rate of the paper's protocol for a batch of 256; by default 0.05, 0.02 and 0.01 for ViT-T, -S and -B."""
     batch_size: Count | None = None  # Batch size of the paper's protocol; by default 256 up to 64 px, 1024 above.
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
     seed: int = 0  # Seed of every random number.
@@ -112,7 +113,8 @@ class Finetune(Evaluation):
     epochs: Above0 = 100.0  # Passes over the training images.
     warmup_epochs: NonNegative = 10.0  # Epochs of warm-up; at most a tenth of all.
     base_lr: Above0 | None = None  # Learning rate for a batch of 256; by default 5e-4, for ViT-T 1e-3.
-    min_lr: NonNegative = 1e-6  # Learning rate at the end.
+    min_lr: NonNegative = 1e-5  # Learning rate at the end.
+    lr_per_epoch: bool = False  # Change the learning rate once per epoch, as the authors do.
     batch_size: Annotated[int, Ge(2)] | None = None  # Batch size; by default 256 up to 64 px, 1024 above.
     weight_decay: NonNegative = 0.05  # AdamW's weight decay.
     layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Factor of the learning rate from layer to layer.
@@ -122,7 +124,7 @@ class Finetune(Evaluation):
     mixup: NonNegative = 0.8  # Alpha of Mixup; 0 is off.
     cutmix: NonNegative = 1.0  # Alpha of CutMix; 0 is off.
     label_smoothing: Share = 0.1  # Label smoothing.
-    ema_decay: Share = 0.9999  # Decay of the average of the weights.
+    ema_decay: Share = 0.99996  # Decay of the average of the weights.
     seed: int = 0  # Seed of every random number.
 
 

@@ -22,6 +22,7 @@ from patchmix.evaluate.finetune import (
     _posterize,
     classifier,
     finetune,
+    seeded_globally,
     usual_base_lr,
 )
 from patchmix.evaluate.labeled import open_labeled
@@ -212,6 +213,23 @@ def test_an_augmentation_depends_on_seed_epoch_and_index_only() -> None:
     other = TimmAugmentation(32, rand_augment=RAND_AUGMENT, mean=(0.5, 0.5, 0.5), seed=4)
     assert not np.array_equal(later, together)
     assert not np.array_equal(other(images, epoch=2, indices=indices)[0], together)
+
+
+def test_small_images_are_padded_and_cropped_and_larger_ones_resized() -> None:
+    """A ramp from left to right says by its slope whether it was scaled."""
+    for size in (32, 64):
+        crop = TimmAugmentation(size, rand_augment=RAND_AUGMENT, mean=(0.5, 0.5, 0.5), seed=0)._transform.transforms[0]
+        ramp = Image.fromarray(np.tile(np.linspace(50, 250, size), (size, 1)).astype(np.uint8))
+        crops = []
+        for seed in range(40):
+            with seeded_globally(seed):
+                crops.append(np.asarray(crop(ramp)).astype(int))
+        black = [int((image == 0).all(axis=0).sum()) for image in crops]  # columns of padding
+        slopes = {round(float(np.diff(image[size // 2, 8:-8]).mean()) * size / 32) for image in crops}
+        if size == 32:
+            assert set(black) == {0, 1, 2, 3, 4} and slopes == {6}
+        else:
+            assert set(black) == {0} and len(slopes) > 2
 
 
 def test_the_strongest_posterisation_is_an_image_still() -> None:

@@ -131,7 +131,7 @@ def test_the_fast_protocol_does_not_choose_on_the_test_images(
 
 
 def test_the_papers_protocol(backbone: Backbone, tmp_path: Path) -> None:
-    result = evaluate(backbone, "shapes:600", epochs=3, lr=0.03, out=tmp_path)
+    result = evaluate(backbone, "shapes:600", epochs=3, base_lr=0.03, out=tmp_path)
     assert result.protocol == "linear"
     assert result.settings["lr"] == 0.03
     assert result.settings["batch"] == 256
@@ -145,6 +145,14 @@ def test_the_papers_protocol(backbone: Backbone, tmp_path: Path) -> None:
     assert state["method"]["head.bias"].abs().min() > 0  # they began at 0
     assert state["optimizer"]["param_groups"][0]["nesterov"]
     assert int(state["method"]["scores.steps"]) == 6
+
+
+def test_the_learning_rate_is_the_authors_for_each_width_and_grows_with_the_batch(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [linear.usual_base_lr(dim) for dim in (128, 192, 384, 768)] == [0.05, 0.05, 0.02, 0.01]
+    result = evaluate(backbone, "shapes:200", epochs=1, batch_size=64)
+    assert result.settings["lr"] == pytest.approx(0.05 * 64 / 256)
 
 
 class Stop(Exception):
@@ -193,7 +201,7 @@ def test_a_stopped_evaluation_goes_on_and_ends_the_same(
 
 def test_other_settings_do_not_go_on_with_a_checkpoint(backbone: Backbone, tmp_path: Path) -> None:
     evaluate(backbone, "shapes:64", epochs=1, out=tmp_path)
-    evaluate(backbone, "shapes:64", epochs=1, lr=0.02, out=tmp_path)
+    evaluate(backbone, "shapes:64", epochs=1, base_lr=0.02, out=tmp_path)
     assert len(list(tmp_path.glob("linear-*"))) == 2
 
 
@@ -237,7 +245,7 @@ def test_the_usual_batch() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"protocol": "fast", "lr": 0.1}, "leave out lr"),
+        ({"protocol": "fast", "base_lr": 0.1}, "leave out --base-lr"),
         ({"batch_size": 400}, "fewer than the batch size 400"),
     ],
 )

@@ -12,13 +12,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -35,7 +34,6 @@ from patchmix.interop.loading import load_backbone
 from patchmix.progress import progress_bar
 from patchmix.settings import Embed
 
-Item = TypeVar("Item")
 LAYERS: dict[str, str] = {
     "token": "class token after the last norm",
     "mean": "mean of the patch tokens after the last norm",
@@ -125,7 +123,7 @@ def extract(
         raise ValueError(f"pool is {pool!r}; it must be token (class token) or mean (of the patch tokens)")
     world_size = distributed.world_size()
     share = {"rank": distributed.rank(), "world_size": world_size, "batch_size": batch_size, "workers": workers}
-    vectors, indices = list[Tensor](), list[Tensor]()
+    vectors, indices = [torch.empty(0, 0)], [torch.empty(0, dtype=torch.int64)]
     was_training = encoder.training
     encoder.eval()
     try:
@@ -139,11 +137,10 @@ def extract(
                 advance(len(batch.indices) + len(batch.bad))
     finally:
         encoder.train(was_training)
-    # Each process sends one tensor, or none where it could decode nothing.
-    parts = [part for part in gather_parts((torch.cat(vectors), torch.cat(indices)) if vectors else None) if part]
-    if not parts:
+    every = torch.cat(distributed.gather_rows(torch.cat(indices), device))
+    if not len(every):
         raise ValueError(f"{source.name} has no image that can be decoded; check its files")
-    return Features.of(source, *(torch.cat(rows) for rows in zip(*parts, strict=True)))
+    return Features.of(source, torch.cat(distributed.gather_rows(torch.cat(vectors[1:] or vectors), device)), every)
 
 
 def usual_resize(image_size: int) -> int:
@@ -162,14 +159,6 @@ def check_finite(vectors: Tensor, whose: str) -> None:
             f"{whose}: the features of {len(rows)} of {len(vectors)} images are NaN or infinite (the first: image "
             f"{int(rows[0])}); the encoder's weights are broken, take an earlier checkpoint"
         )
-
-
-def gather_parts(part: Item) -> list[Item]:
-    """What each process has, in the order of their ranks, on every process."""
-    parts = [part] * distributed.world_size()
-    if len(parts) > 1:
-        dist.all_gather_object(parts, part)
-    return parts
 
 
 # -------------------------------------------------------------------------------------------------- features on disk

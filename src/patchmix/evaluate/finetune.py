@@ -24,6 +24,7 @@ from timm.data.transforms_factory import create_transform
 from timm.models.vision_transformer import VisionTransformer
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
+from torchvision.transforms import Compose, RandomCrop, Resize
 
 from patchmix import distributed
 from patchmix.data.decode import Pixels
@@ -38,6 +39,7 @@ from patchmix.interop.exporting import timm_arguments
 from patchmix.settings import Finetune
 
 CROP_AREA = (0.08, 1.0)
+_SMALL_IMAGE = 32
 _TINY_DIM = 192  # up to this width an encoder takes ViT-T's learning rate
 _PIXELS, _ERASING = 0, 1  # streams of random numbers
 _NOT_RECORDED = ("weights", "data", "base_lr", "encoder", "device", "workers", "out")
@@ -83,7 +85,8 @@ def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
                 save_weights(method.encoder.state_dict(), folder / "model.safetensors", header)
                 save_weights(method.ema.module.state_dict(), folder / "model_ema.safetensors", header)
         metrics = {name: value for name, value in last.items() if not name.endswith("_epoch")}
-        record |= {"optimizer": "AdamW", "crop_area": list(CROP_AREA), "test": data.tested_on}
+        crop = "padded by 4" if shape.image_size <= _SMALL_IMAGE else list(CROP_AREA)
+        record |= {"optimizer": "AdamW", "crop": crop, "test": data.tested_on}
         return task.result("finetune", metrics, method.tested, record, details)
 
 
@@ -171,7 +174,10 @@ def _train(method: FinetuneMethod, task: Task, record: dict[str, Any]) -> tuple[
         evaluator=evaluator,
         optimizer=torch.optim.AdamW(layer_groups(method.encoder, record["layer_decay"]), lr=0.0),
         warmup=lambda steps: record["warmup_epochs"] / record["epochs"],
-        **{name: record[name] for name in ("lr", "min_lr", "weight_decay", "batch_size", "epochs", "seed")},
+        **{
+            name: record[name]
+            for name in ("lr", "min_lr", "lr_per_epoch", "weight_decay", "batch_size", "epochs", "seed")
+        },
     )
 
 
@@ -179,7 +185,10 @@ def _train(method: FinetuneMethod, task: Task, record: dict[str, Any]) -> tuple[
 
 
 class TimmAugmentation:
-    """A loader's transform: random resized crop, flip and RandAugment, all by timm."""
+    """A loader's transform: random resized crop, flip and RandAugment, all by timm.
+
+    Images of up to 32 px are padded by 4 and cropped instead, as the authors do on CIFAR.
+    """
 
     def __init__(self, size: int, *, rand_augment: str, mean: Sequence[float], seed: int) -> None:
         """`rand_augment` in timm's notation; `mean` is the color of what a rotation uncovers."""
@@ -194,6 +203,8 @@ class TimmAugmentation:
             mean=tuple(mean),
             use_prefetcher=True,  # uint8 comes out; normalization and erasing follow on the device
         )
+        if size <= _SMALL_IMAGE:
+            self._transform.transforms[0] = Compose([Resize((size, size)), RandomCrop(size, padding=4)])
         for step in self._transform.transforms:
             for operation in getattr(step, "ops", ()):
                 if operation.name.startswith("Posterize"):

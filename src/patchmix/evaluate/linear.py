@@ -23,7 +23,6 @@ from patchmix.interop.backbone import Backbone, Pool, pooled
 from patchmix.settings import Linear
 
 EPOCHS = 100.0
-LR = 0.05  # the authors use 0.02 … 0.05; not scaled by the batch size
 CROP_AREA = (0.08, 1.0)
 CHOOSE_ON = 0.1  # of the training images, to choose a candidate of the fast protocol on
 TESTED_EPOCHS = 50  # at most; small sets have hundreds of tiny epochs
@@ -34,17 +33,17 @@ Outcome = tuple[dict[str, float], dict[str, Any], dict[str, Any]]  # metrics, se
 def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
     """Trains a linear classifier on the frozen encoder and tests it.
 
-    Protocol "paper": 100 epochs, random resized crops and flips, SGD with Nesterov momentum 0.9, learning rate 0.05
-    with a cosine schedule, no weight decay, batch 256 (up to 64 px) or 1024; hours on ImageNet. "fast": features of
-    the plain images, computed once; 20 classifiers, learning rate × weight decay, trained together, the best chosen
-    on a tenth of the training images and trained again on all; seconds. Their numbers differ; the result says which
-    it was. Metrics: "top1" and "top5" after the last epoch; "best_top1" is the best epoch's as chosen on the test
-    images, which is optimistic. Without a test split, a fifth of the images is held out to test on.
-    `backbone` takes the place of `settings.weights`.
+    Protocol "paper": 100 epochs, random resized crops and flips, SGD with Nesterov momentum 0.9, learning rate by
+    `usual_base_lr` with a cosine schedule, no weight decay, batch 256 (up to 64 px) or 1024; hours on ImageNet.
+    "fast": features of the plain images, computed once; 20 classifiers, learning rate × weight decay, trained
+    together, the best chosen on a tenth of the training images and trained again on all; seconds. Their numbers
+    differ; the result says which it was. Metrics: "top1" and "top5" after the last epoch; "best_top1" is the best
+    epoch's as chosen on the test images, which is optimistic. Without a test split, a fifth of the images is held out
+    to test on. `backbone` takes the place of `settings.weights`.
     """
     fast = settings.protocol == "fast"
-    if fast and (settings.lr is not None or settings.batch_size is not None):
-        raise ValueError("the fast protocol tries learning rates by itself; leave out lr and batch size")
+    if fast and (settings.base_lr is not None or settings.batch_size is not None):
+        raise ValueError("the fast protocol tries learning rates by itself; leave out --base-lr and --batch-size")
     with open_task(settings, backbone, needs_test=True, many_passes=not fast) as task:
         data = task.data
         assert data.test is not None
@@ -57,6 +56,11 @@ def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
         record |= extractor.record() | {"seed": settings.seed, "test": data.tested_on}
         details["best"] = "chosen on the test images"
         return task.result("linear-fast" if fast else "linear", metrics, len(test.vectors), record, details)
+
+
+def usual_base_lr(dim: int) -> float:
+    """The authors' learning rate for ViT-T, -S and -B."""
+    return 0.05 if dim <= 192 else 0.02 if dim <= 384 else 0.01
 
 
 class LinearMethod(SupervisedMethod):
@@ -84,10 +88,11 @@ class LinearMethod(SupervisedMethod):
 
 def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Features) -> Outcome:
     data, device, size, seed = task.data, task.device, extractor.image_size, settings.seed
+    batch_size = settings.batch_size or usual_batch(size, len(data.train), multiple=distributed.world_size())
     plan: dict[str, Any] = {
         "epochs": float(settings.epochs or EPOCHS),
-        "lr": settings.lr or LR,
-        "batch_size": settings.batch_size or usual_batch(size, len(data.train), multiple=distributed.world_size()),
+        "lr": (settings.base_lr or usual_base_lr(task.backbone.architecture.dim)) * batch_size / 256,
+        "batch_size": batch_size,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -169,6 +169,7 @@ def fit(
     accumulate: int = 1,
     lr: float,
     min_lr: float = 0.0,
+    lr_per_epoch: bool = False,
     warmup: Callable[[int], float] = lambda steps: 0.0,
     weight_decay: float = 0.0,
     clip_grad: float = 0.0,
@@ -185,10 +186,11 @@ def fit(
     shared: dict[str, Any] = {"rank": rank, "world_size": world_size, "workers": workers, "pin_memory": pin_memory}
     loader = Loader(source, transform, **order, **shared)
     steps = max(1, round(epochs * loader.steps_per_epoch))
+    schedule = WarmupCosine(lr, min_lr, warmup=warmup(steps), step=1.0 / steps)
     plan = Plan(
         **order,
         epochs=epochs,
-        lr=WarmupCosine(lr, min_lr, warmup=warmup(steps), step=1.0 / steps),
+        lr=(lambda progress: schedule(int(progress * epochs + 1e-9) / epochs)) if lr_per_epoch else schedule,
         weight_decay=lambda progress: weight_decay,
         clip_grad=clip_grad,
         autocast=autocast_dtype(device),

@@ -20,7 +20,6 @@ from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate.detection.coco import CocoImages, Entry, mask_of
 from patchmix.evaluate.detection.model import Detection, Detector, DetectorFile, load_detector
 from patchmix.evaluate.detection.views import FittedViews
-from patchmix.evaluate.features import gather_parts
 from patchmix.files import write_text, writing
 from patchmix.progress import progress_bar
 from patchmix.settings import Detect
@@ -59,7 +58,7 @@ def detect_all(
         errors.append(str(error))
     finally:
         detector.train(was_training)
-    parts = gather_parts((rows, errors))
+    parts = distributed.gather_json([rows, errors], device)
     if failed := [error for _, errors in parts for error in errors]:
         raise ValueError(f"{min(failed)}; evaluation needs every image of {source.name}")
     gathered = [row for rows, _ in parts for row in rows]

@@ -25,7 +25,6 @@ from patchmix.evaluate.detection.model import (
     without_class_layers,
 )
 from patchmix.evaluate.detection.views import TrainingViews, unpack
-from patchmix.evaluate.features import gather_parts
 from patchmix.evaluate.results import Result, append_result
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
@@ -155,9 +154,8 @@ def evaluate(detector: Detector, file: DetectorFile, val: CocoImages, device: to
     """Detections and their scores, the same on every process."""
     entries = detect_all(detector, file, val, device=device, workers=workers)
     # pycocotools takes minutes for COCO's validation images: one process runs it and sends its scores.
-    scores = gather_parts(score(val, entries) if distributed.is_main() else None)[0]
-    assert scores is not None
-    return entries, scores
+    scores = distributed.gather_json(vars(score(val, entries)) if distributed.is_main() else None, device)
+    return entries, Scores(**scores[0])
 
 
 def _result(
