@@ -31,9 +31,10 @@ test-minimum: .venv-minimum/.installed
 
 .venv-minimum/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-minimum
-	sed -nE 's/^ +"([A-Za-z0-9_-]+)(\[[a-z]+\])?>=([0-9.]+).*/\1==\3/p' pyproject.toml > .venv-minimum/constraints.txt
+	grep -oE '"[A-Za-z0-9_-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml | sed -E 's/"([^[>]+).*>=/\1==/' > .venv-minimum/constraints.txt
 	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-minimum/constraints.txt -e '.[dev]'
+	.venv-minimum/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-minimum/constraints.txt \
+		--build-constraint .venv-minimum/constraints.txt -e '.[dev,wandb]'
 	touch $@
 
 check: setup

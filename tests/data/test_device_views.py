@@ -138,11 +138,12 @@ def test_bf16_autocast_changes_nothing(small_images: np.ndarray) -> None:
 
 def test_a_gpu_could_run_it_without_the_host_waiting() -> None:
     """On tensors without values: reading one, or mixing in a tensor of the CPU, would fail."""
-    with FakeTensorMode() as mode:
-        images, rows = (
-            FakeTensor(mode, torch.empty(shape, dtype=kind, device="meta"), torch.device("cuda:0"))
-            for shape, kind in (((5, 9, 9, 3), torch.uint8), ((5, 2, 11), torch.float32))
-        )
+    mode = FakeTensorMode()
+    images, rows = (
+        FakeTensor(mode, torch.empty(shape, dtype=kind, device="meta"), torch.device("cuda:0"))
+        for shape, kind in (((5, 9, 9, 3), torch.uint8), ((5, 2, 11), torch.float32))
+    )
+    with mode:
         batch = Batch([images, images], torch.arange(5), None, epoch=0, bad=(), colors=rows)
         for view in build_prepare(ViewsConfig(), 3)(batch):
             assert view.shape == (5, 3, 9, 9)

@@ -74,6 +74,13 @@ def same(one: list[Batch], other: list[Batch]) -> None:
             assert torch.equal(view, twin)
 
 
+def wait_for_the_end_of_workers() -> None:
+    deadline = time.monotonic() + 20
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
+
+
 class TestOrder:
     def test_an_epoch_has_nothing_twice_and_epochs_differ(self) -> None:
         made = loader()
@@ -131,10 +138,7 @@ class TestWorkers:
     def test_they_end_when_the_consumer_forgets(self) -> None:
         for _ in loader(workers=2).batches():
             break
-        deadline = time.monotonic() + 20
-        while multiprocessing.active_children() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not multiprocessing.active_children()
+        wait_for_the_end_of_workers()
 
     def test_they_leave_ctrl_c_to_the_main_process(self) -> None:
         batches = loader(workers=1).batches()
@@ -159,7 +163,7 @@ class TestWorkers:
     def test_one_that_hangs_is_not_waited_for_without_end(self) -> None:
         with pytest.raises(ValueError, match=r"no process has prepared a batch within 0\.02 min"):
             next(loader(workers=1, timeout_minutes=0.02, transform=Slow(seconds=1000)).batches())
-        assert not multiprocessing.active_children()
+        wait_for_the_end_of_workers()
 
     def test_one_that_is_slow_is_waited_for(self) -> None:
         """For several of the looks that the time-out consists of."""
