@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jinja2 import UndefinedError
 from PIL import Image
 
 from patchmix.evaluate.results import read_results
@@ -21,12 +23,16 @@ from patchmix.recipes import PaperRow
 from patchmix.report import page
 from patchmix.report.attention import show_attention
 from patchmix.report.gallery import Gallery, ImageFiles
-from patchmix.report.html import Markup, element, inert_json, scripts
 from patchmix.report.neighbors import pack_explorer
-from patchmix.report.page import read_record, report, verdict
+from patchmix.report.page import environment, read_record, report, verdict
 from patchmix.settings import Report, ShowAttention
 
+ASSETS = Path(page.__file__).parent / "assets"
 EVIL = "<script>alert(1)</script>.png"
+
+
+def rendered(template: str, **content: Any) -> str:
+    return environment().from_string(template).render(**content)
 
 
 def data_of(text: str) -> dict[str, Any]:
@@ -92,10 +98,14 @@ def test_names_that_look_like_code_stay_names(run: Path, tmp_path: Path) -> None
 
 def test_json_and_markup_are_escaped() -> None:
     strings = ["</script>", "<!--", "]]>", "\u2028", "a&b", '"', "\ud800"]
-    written = inert_json(strings)
+    written = rendered("{{ data | tojson }}", data=strings)
     assert not set("<>&\u2028") & set(written) and json.loads(written) == strings
-    assert element("td", "<b>", class_='"x"') == '<td class="&quot;x&quot;">&lt;b&gt;</td>'
-    assert element("td", Markup("<b>x</b>")) == "<td><b>x</b></td>"
+    cell = rendered('<td class="{{ kind }}">{{ text }}</td>', kind='"x"', text="<b>")
+    assert cell == '<td class="&#34;x&#34;">&lt;b&gt;</td>'
+    with pytest.raises(ValueError, match="JSON compliant"):
+        rendered("{{ data | tojson }}", data=[math.nan])
+    with pytest.raises(UndefinedError):
+        rendered("{{ missing }}")
 
 
 def test_the_policy_allows_exactly_this_style_and_script(run: Path, tmp_path: Path) -> None:
@@ -103,7 +113,8 @@ def test_the_policy_allows_exactly_this_style_and_script(run: Path, tmp_path: Pa
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy and "unsafe" not in policy[1] and policy[1].startswith("default-src 'none';")
     style, script = re.search(r"<style>(.*?)</style>", text, re.S), re.search(r'"module">(.*?)</script>', text, re.S)
-    assert style and script and script[1] == scripts()
+    modules = [(ASSETS / name).read_text() for name in ("dom.js", "curves.js", "explorer.js", "main.js")]
+    assert style and script and script[1] == "\n".join(modules)
     for part in (style[1], script[1]):
         assert base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() in policy[1]
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)  # the SVG namespace is a name, not an address
@@ -123,7 +134,7 @@ def test_two_thousand_photographs_and_two_wide_encoders_stay_below_15_megabytes(
 
     runs = [(name, torch.randn(2000, 768)) for name in ("a", "b")]
     packed = pack_explorer(Gallery(Noise([]), list(range(2000)), None, runs))
-    assert len(inert_json(packed)) < 15e6 * 0.93  # the rest is for figures and curves
+    assert len(rendered("{{ data | tojson }}", data=packed)) < 15e6 * 0.93  # the rest is for figures and curves
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,13 @@ def test_theme_button_and_print(tab: Tab) -> None:
     assert tab.page.pdf().startswith(b"%PDF")
 
 
+def test_an_encoder_without_training_has_an_explorer(open_tab: Callable[..., Tab], other: Path, tmp_path: Path) -> None:
+    tab = open_tab(report(Report((other,), tmp_path / "o.html", data="shapes:64", images=12, device="cpu")))
+    assert tab.run("document.querySelectorAll('.thumbs button').length") == 12
+    assert tab.run("document.querySelector('#curves')") is None
+    tab.check_clean()
+
+
 def test_names_that_look_like_code_do_not_run(open_tab: Callable[..., Tab], run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data" / "<b>bold<⁄b>"
     folder.mkdir(parents=True)

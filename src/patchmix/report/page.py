@@ -1,12 +1,18 @@
 """The report: one HTML file with a summary, curves, tables, figures and an explorer of neighbors."""
 
+import base64
 import dataclasses
+import hashlib
+import io
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
 
 from patchmix.config import Config
 from patchmix.evaluate.monitor import collapse_warning
@@ -19,14 +25,12 @@ from patchmix.report.attention import attention_figure, image_maps
 from patchmix.report.curves import History, curves_data, folder_history
 from patchmix.report.figures import mix_figure, patchmix_targets_figure
 from patchmix.report.gallery import Gallery, crop_batch, load_gallery, spread, unique_names
-from patchmix.report.html import Markup, document, element, embedded, join, table
 from patchmix.report.neighbors import map_figure, pack_explorer
 from patchmix.report.similarity import gallery_similarity
 from patchmix.settings import Report
 from patchmix.study.compare import paper_row, stored_config
 
 MAPPED = 250  # thumbnails on the map
-Sections = dict[str, tuple[str, Markup]]  # by id: heading and content
 
 
 def report(settings: Report) -> Path:
@@ -38,34 +42,61 @@ def report(settings: Report) -> Path:
     if out.suffix != ".html":
         raise ValueError(f"the report {out} must end in .html")
     records = _renamed([read_record(run) for run in settings.runs])
-    curves, explorer = curves_data([record.history for record in records]), None
-    sections: Sections = {"summary": ("Summary", element("div", *map(_card, records), class_="cards"))}
-    if curves["panels"]:
-        sections["curves"] = ("Curves", element("div", id="curves-here"))
-    sections["evaluations"] = ("Evaluations", evaluations(records))
-    sections["cost"] = ("Cost", cost(records))
     backbones = [record.backbone for record in records if record.backbone is not None]
-    if settings.images and backbones:
-        data = settings.data or next((record.config.data.path for record in records if record.config), None)
-        if data is None:
-            raise ValueError("no run has a configuration with its data; give --data, or --images 0 for no pictures")
-        options = {"device": settings.device, "workers": settings.workers}
-        gallery = load_gallery(backbones, data, settings.images, **options)  # type: ignore[arg-type]
-        explorer = pack_explorer(gallery)
-        sections |= _pictures(gallery, records, backbones)
-    if any(record.config for record in records):
-        sections["reproduce"] = ("Reproduce", reproduce(records))
-    text = document(
-        title=f"patchmix report: {', '.join(record.name for record in records)}",
-        sections=sections,
-        data={"curves": curves["panels"] and curves, "explorer": explorer},
-        footer="Made by patchmix. Everything is inside this file; it loads nothing.",
+    gallery = load_pictures(settings, records, backbones) if settings.images and backbones else None
+    curves = curves_data([record.history for record in records])
+    text = (
+        environment()
+        .get_template("page.html")
+        .render(
+            records=records,
+            evaluations=evaluations(records),
+            costs=[cost(record) for record in records],
+            gallery=gallery,
+            figures={} if gallery is None else figures(gallery, records, backbones),
+            mapped=MAPPED,
+            data={
+                "curves": curves if curves["panels"] else None,
+                "explorer": None if gallery is None else pack_explorer(gallery),
+            },
+        )
     )
     write_text(out, text)
     for record in records:
         print(f"{record.name}: {verdict(record)[0]}")
     print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
     return out
+
+
+def environment() -> Environment:
+    """Renders templates/: text is escaped, and `tojson` gives JSON that can't end its script element."""
+    made = Environment(
+        loader=PackageLoader("patchmix.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    made.filters |= {"digest": _digest, "data_url": _data_url}
+    made.globals |= {"asset": _asset, "verdict": verdict, "facts": facts}
+    return made
+
+
+def _asset(*names: str) -> str:
+    """Files of assets/, one after the other: a page opened from disk can't import others."""
+    folder = files("patchmix.report") / "assets"
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _data_url(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 # ------------------------------------------------------------------------------------------------------------ the runs
@@ -97,6 +128,10 @@ class Record:
         assert self.config is not None
         words = ["patchmix", "pretrain", self.config.data.path, "--out", "runs/again"]
         return shlex.join([*words, "--config", str(self.folder / "config.yaml")])
+
+    @property
+    def yaml(self) -> str:
+        return (self.folder / "config.yaml").read_text(encoding="utf-8")
 
 
 def read_record(run: str | Path) -> Record:
@@ -150,9 +185,8 @@ def verdict(record: Record) -> tuple[str, bool]:
 # ------------------------------------------------------------------------------------------------------ cards, tables
 
 
-def _card(record: Record) -> Markup:
-    """The verdict on a run, and what it is."""
-    text, fine = verdict(record)
+def facts(record: Record) -> dict[str, str | None]:
+    """What a run is, and how far it has come."""
     config, rank = record.config, record.history.last("rank")
     facts = {"model": config.model.name if config else None}
     if record.backbone is not None:
@@ -164,9 +198,7 @@ def _card(record: Record) -> Markup:
         facts["recipe"] = f"{config.recipe} ({config.method.name}), batch {config.train.batch_size}"
     facts["loss"] = _loss_progress(record.history)
     facts["effective rank"] = None if rank is None else f"{rank:.4g}"
-    pairs = (join(element("dt", key), element("dd", value)) for key, value in facts.items() if value)
-    headline = element("p", text, class_="verdict" if fine else "verdict bad")
-    return element("article", element("h3", record.name), headline, element("dl", *pairs), class_="card")
+    return facts
 
 
 def _loss_progress(history: History) -> str | None:
@@ -179,47 +211,42 @@ def _loss_progress(history: History) -> str | None:
     return f"{', '.join(shares)} of the way from chance to floor" if shares else None
 
 
-def evaluations(records: Sequence[Record]) -> Markup:
-    """The latest result of each protocol and set of data, with the paper's number."""
-    rows = []
+def evaluations(records: Sequence[Record]) -> list[list[str | None]]:
+    """A row for the latest result of each protocol and set of data, with the paper's number."""
+    rows: list[list[str | None]] = []
     for record in records:
         paper = {protocol: f"{value:.1f}" for protocol, value in record.paper.items()}
         latest = {(result.data, result.weights, result.protocol): result for result in record.results}
         for result in latest.values():
             name = PROTOCOL_NAMES.get(result.protocol, result.protocol)
-            scores = [result.headline, result.headline_interval or "–", paper.get(result.protocol, "–")]
+            scores = [result.headline, result.headline_interval, paper.get(result.protocol)]
             origin = [f"{result.images:,}", result.weights[:8], result.date[:10]]
             rows.append([record.name, name, result.data, *scores, *origin])
         evaluated = {result.protocol for result in record.results}
         for protocol, value in paper.items():
             if protocol not in evaluated:
-                rows.append([record.name, PROTOCOL_NAMES[protocol], "–", "not evaluated", "–", value, "–", "–", "–"])
-    if not rows:
-        return element("p", "Not evaluated yet; `patchmix knn RUN --data DATA` adds a result here.", class_="note")
-    head = ["run", "protocol", "data", "top-1 or AP %", "95 % interval", "paper %", "test images", "weights", "date"]
-    return table(head, rows, numbers=(3, 4, 5, 6))
+                name = PROTOCOL_NAMES[protocol]
+                rows.append([record.name, name, None, "not evaluated", None, value, None, None, None])
+    return rows
 
 
-def cost(records: Sequence[Record]) -> Markup:
-    """Time, images, speed and FLOPs of each training."""
-    rows = []
-    for record in records:
-        history = record.history
-        seconds, speed, waited = (history.last(key) for key in ("seconds", "images_per_second", "data_wait"))
-        steps = max((row["step"] for row in history.rows), default=0)
-        images = steps * (history.batch_size or 0)
-        weights = record.backbone.weights.values() if record.backbone else ()
-        cells = {
-            "parameters": f"{sum(tensor.numel() for tensor in weights) / 1e6:.1f} M" if weights else "–",
-            "steps": f"{steps:,}" if steps else "–",
-            "images seen": f"{images:,}" if images else "–",
-            "training time": "–" if seconds is None else _duration(seconds),
-            "images/s": "–" if speed is None else f"{speed:.4g}",
-            "waiting for data": "–" if waited is None else f"{100 * waited:.0f} %",
-            "FLOPs": f"{images * history.flops_per_image:.3g}" if history.flops_per_image else "–",
-        }
-        rows.append([record.name, *cells.values()])
-    return table(["run", *cells], rows, numbers=range(1, 8))
+def cost(record: Record) -> list[str | None]:
+    """A row with the time, images, speed and FLOPs of a training."""
+    history = record.history
+    seconds, speed, waited = (history.last(key) for key in ("seconds", "images_per_second", "data_wait"))
+    steps = max((row["step"] for row in history.rows), default=0)
+    images = steps * (history.batch_size or 0)
+    weights = record.backbone.weights.values() if record.backbone else ()
+    return [
+        record.name,
+        f"{sum(tensor.numel() for tensor in weights) / 1e6:.1f} M" if weights else None,
+        f"{steps:,}" if steps else None,
+        f"{images:,}" if images else None,
+        None if seconds is None else _duration(seconds),
+        None if speed is None else f"{speed:.4g}",
+        None if waited is None else f"{100 * waited:.0f} %",
+        f"{images * history.flops_per_image:.3g}" if history.flops_per_image else None,
+    ]
 
 
 def _duration(seconds: float) -> str:
@@ -227,61 +254,35 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {int(seconds % 60)} s"
 
 
-def reproduce(records: Sequence[Record]) -> Markup:
-    """The command and the whole configuration of each run."""
-    parts = []
-    for i, record in enumerate(records):
-        if record.config is not None:
-            text = (record.folder / "config.yaml").read_text(encoding="utf-8")
-            parts += [
-                element("h3", record.name),
-                element("p", "The command that repeats this run.", class_="note"),
-                element("pre", record.command, id=f"command-{i}"),
-                element("button", "copy the command", type="button", class_="screen-only", data_copies=f"command-{i}"),
-                element("details", element("summary", "config.yaml, every setting"), element("pre", text)),
-            ]
-    return join(*parts)
-
-
 # ----------------------------------------------------------------------------------------------------------- pictures
 
 
-def _pictures(gallery: Gallery, records: Sequence[Record], backbones: Sequence[Backbone]) -> Sections:
-    """The explorer, and the figures of mixing, attention, similarity and the map."""
-    text = (
-        f"{len(gallery):,} images of {gallery.source.name}. Choose one to see its nearest neighbors by cosine s, as "
-        "kNN ranks them; their normalized similarity exp(s/0.07)/exp(1/0.07); their classes; their places on a map."
-    )
-    explorer = join(element("p", text, class_="note"), element("div", id="explorer-here"))
-    sections: Sections = {"explorer": ("Explorer", explorer)}
+def load_pictures(settings: Report, records: Sequence[Record], backbones: Sequence[Backbone]) -> Gallery:
+    data = settings.data or next((record.config.data.path for record in records if record.config), None)
+    if data is None:
+        raise ValueError("no run has a configuration with its data; give --data, or --images 0 for no pictures")
+    return load_gallery(backbones, data, settings.images, device=settings.device, workers=settings.workers)
+
+
+def figures(gallery: Gallery, records: Sequence[Record], backbones: Sequence[Backbone]) -> dict[str, Figure]:
+    """Similarity and the map; mixing and its targets if a run has mixed; attention if an encoder has a class token."""
+    drawn = {
+        "similarity": gallery_similarity(gallery, gallery.queries((), 3)),
+        "map": map_figure(gallery, spread(len(gallery), MAPPED), most=3),
+    }
     positions = [gallery.positions[row] for row in spread(len(gallery), 6)]
     for record in records:
         num_mix = record.config and getattr(record.config.method.options, "num_mix", None)
         if record.backbone is not None and num_mix:
-            sections["mixing"] = ("Mixing", _mixing(gallery, positions, record.backbone, num_mix))
+            shape = record.backbone.architecture
+            parts = num_mix if isinstance(num_mix, int) else num_mix[0]
+            mix = PatchMix(shape.patch_size, parts, torch.Generator().manual_seed(0))
+            drawn["mixing"], _ = mix_figure(crop_batch(gallery.source, positions, shape.image_size), mix)
+            drawn["targets"] = patchmix_targets_figure(parts)
             break
     with_token = [backbone for backbone in backbones if "cls_token" in backbone.weights]
     if with_token:
         size = max(backbone.architecture.image_size for backbone in with_token)
         maps = [(backbone.name, image_maps(backbone, gallery.source, positions[::2])) for backbone in with_token]
-        figure = attention_figure(crop_batch(gallery.source, positions[::2], size), maps)
-        caption = "The class token's attention in the last block, head by head; raw above, on the image below."
-        sections["attention"] = ("Attention", embedded(figure, caption))
-    figure = gallery_similarity(gallery, gallery.queries((), 3))
-    caption = "A query's similarity to keys of its own class, of a related class and of others: the paper's figure."
-    sections["similarity"] = ("Similarity", embedded(figure, caption))
-    rows = spread(len(gallery), MAPPED)
-    caption = f"{len(rows):,} images at their first two principal components: similar images are close to each other."
-    sections["map"] = ("Map of the features", embedded(map_figure(gallery, rows, most=3), caption))
-    return sections
-
-
-def _mixing(gallery: Gallery, positions: Sequence[int], backbone: Backbone, num_mix: int | Sequence[int]) -> Markup:
-    shape = backbone.architecture
-    parts = num_mix if isinstance(num_mix, int) else num_mix[0]
-    mix = PatchMix(shape.patch_size, parts, torch.Generator().manual_seed(0))
-    figure, _ = mix_figure(crop_batch(gallery.source, positions, shape.image_size), mix)
-    return join(
-        embedded(figure, "Originals above, mixed images with their shares below."),
-        embedded(patchmix_targets_figure(parts), "The target matrices of the three losses."),
-    )
+        drawn["attention"] = attention_figure(crop_batch(gallery.source, positions[::2], size), maps)
+    return drawn

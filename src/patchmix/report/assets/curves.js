@@ -1,9 +1,8 @@
 // Curves of all runs: hover or arrow keys read values, dragging zooms, the legend's buttons hide runs.
-import { choice, draw, formatted, make, ticks } from "./dom.js";
 
 const WIDTH = 420, HEIGHT = 230, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 26;
 
-export function startCurves(root, data) {
+function startCurves(root, data) {
   const state = { axis: data.axes[0][0], smoothing: 0, bounds: true, hidden: new Set(), range: null };
   const panels = data.panels.map((panel) => new Panel(panel, data, state, () => refresh()));
   const refresh = () => panels.forEach((panel) => panel.render());
@@ -34,7 +33,7 @@ export function startCurves(root, data) {
 }
 
 // The debiased moving average that report.curves.smooth computes.
-export function smoothed(values, weight) {
+function smoothed(values, weight) {
   let total = 0, norm = 0;
   return values.map((value) => { total = weight * total + value; norm = weight * norm + 1; return total / norm; });
 }
@@ -159,7 +158,7 @@ class Panel {
   }
 }
 
-export function nearestIndex(places, at) {
+function nearestIndex(places, at) {
   let best = -1;
   places.forEach((place, i) => { if (best < 0 || Math.abs(place - at) < Math.abs(places[best] - at)) best = i; });
   return best;

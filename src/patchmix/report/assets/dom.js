@@ -11,17 +11,17 @@ function fill(element, attributes, children) {
   return element;
 }
 
-export const make = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
-export const draw = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+const make = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
+const draw = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
-export function choice(label, options, chosen, onchange) {
+function choice(label, options, chosen, onchange) {
   const list = make("select", {}, ...options.map(([value, text]) => make("option", { value, selected: value === chosen }, text)));
   list.addEventListener("change", () => onchange(list.value));
   return make("label", {}, label, list);
 }
 
 // 4 significant digits, without the noise of 0.30000000000000004 or of 12 zeros.
-export function formatted(value) {
+function formatted(value) {
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
@@ -29,7 +29,7 @@ export function formatted(value) {
 }
 
 // About `count` round numbers that cover low … high.
-export function ticks(low, high, count) {
+function ticks(low, high, count) {
   const raw = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= raw * 0.999);

@@ -1,5 +1,4 @@
 // The explorer: a grid of thumbnails; the chosen one's neighbors, similarities and classes, for one run or two.
-import { choice, draw, make } from "./dom.js";
 
 // exp(s/τ′)/exp(1/τ′), in (0, 1].
 const normalizedSimilarity = (cosine, temperature) => Math.exp((Math.min(cosine, 1) - 1) / temperature);
@@ -16,7 +15,7 @@ function tally(neighbors, labels, temperature) {
   return [...classes.values()].sort((a, b) => b[2] - a[2] || a[0] - b[0]);
 }
 
-export function startExplorer(root, data) {
+function startExplorer(root, data) {
   const counts = data.most < 5 ? [data.most] : [5, 10, 20].filter((k) => k <= data.most);
   const state = { query: -1, k: counts[Math.min(1, counts.length - 1)], runs: [0, data.runs.length > 1 ? 1 : -1], text: "", label: "" };
   // The k nearest images of a query, itself left out: [[position, cosine], …].

@@ -1,6 +1,4 @@
 // Starts what the page holds.
-import { startCurves } from "./curves.js";
-import { startExplorer } from "./explorer.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
