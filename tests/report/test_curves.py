@@ -65,9 +65,9 @@ def test_runs_are_overlaid_with_chance_and_floor() -> None:
 
 def test_real_run_and_mistakes(run: Path, tmp_path: Path) -> None:
     history = read_history(run)
-    assert history.batch_size == 32 and history.terms == ["oto", "mto", "mtm"]
+    assert history.batch_size == 32 and history.terms == ["oto", "mto", "region"]
     drawn = {panel["key"] for panel in curves_data([history])["panels"]}
-    assert drawn >= {"oto", "mto", "mtm", "knn", "rank", "lr", "weight_decay", "momentum"}
+    assert drawn >= {"oto", "mto", "region", "knn", "rank", "lr", "weight_decay", "momentum"}
     assert history.flops_per_image is not None and history.flops_per_image > 1e6
     assert show_curves(ShowCurves((run, run), tmp_path / "hours.pdf", axis="hours", smoothing=0.5))[0].is_file()
     assert show_curves(ShowCurves((run,), tmp_path / "f.svg", axis="flops"))[0].is_file()

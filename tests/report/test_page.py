@@ -59,7 +59,7 @@ def test_it_says_what_the_run_is_and_what_it_is_worth(
         assert f">{heading}</h2>" in text
     data = data_of(text)
     assert len(data["explorer"]["thumbs"]) == 30 and data["explorer"]["classes"][0] == "circle"
-    assert [panel["key"] for panel in data["curves"]["panels"]][:4] == ["oto", "mto", "mtm", "knn"]
+    assert [panel["key"] for panel in data["curves"]["panels"]][:4] == ["oto", "mto", "region", "knn"]
 
 
 def test_a_run_that_is_unfinished_or_collapsed_is_marked(run: Path, tmp_path: Path) -> None:
