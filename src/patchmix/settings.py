@@ -81,7 +81,18 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Knn(Evaluation):
+class FewLabels(Evaluation):
+    """What evaluations take that can also be done with few labels."""
+
+    shots: Count | None = None  # Labeled images per class, drawn at random; by default all.
+    fraction: Annotated[float, Interval(gt=0, lt=1)] | None = None
+    """Share of each class's labeled images, drawn at random, instead of --shots."""
+    draws: Count = 5  # Draws of --shots or --fraction; the result is their mean.
+    seed: int = 0  # Seed of every random number.
+
+
+@dataclass(frozen=True)
+class Knn(FewLabels):
     """Evaluate an encoder by weighted k-nearest neighbors."""
 
     k: tuple[Count, ...] = ()
@@ -92,7 +103,7 @@ class Knn(Evaluation):
 
 
 @dataclass(frozen=True)
-class Linear(Evaluation):
+class Linear(FewLabels):
     """Evaluate an encoder by a linear classifier on its frozen features."""
 
     protocol: Literal["paper", "fast"] = "paper"
@@ -102,12 +113,11 @@ class Linear(Evaluation):
     """Learning rate of the paper's protocol for a batch of 256; by default 0.05, 0.02 and 0.01 for ViT-T, -S and -B."""
     batch_size: Count | None = None  # Batch size of the paper's protocol; by default 256 up to 64 px, 1024 above.
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
-    seed: int = 0  # Seed of every random number.
     cache: bool = True  # Keep features on disk and reuse them.
 
 
 @dataclass(frozen=True)
-class Finetune(Evaluation):
+class Finetune(FewLabels):
     """Evaluate an encoder by fine-tuning it with labels. The defaults are the authors'."""
 
     epochs: Above0 = 100.0  # Passes over the training images.
@@ -125,7 +135,6 @@ class Finetune(Evaluation):
     cutmix: NonNegative = 1.0  # Alpha of CutMix; 0 is off.
     label_smoothing: Share = 0.1  # Label smoothing.
     ema_decay: Share = 0.99996  # Decay of the average of the weights.
-    seed: int = 0  # Seed of every random number.
 
 
 @dataclass(frozen=True)

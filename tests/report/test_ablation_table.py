@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from patchmix.evaluate.results import Result
+from patchmix.evaluate.results import Result, t_quantile
 from patchmix.report.ablation_table import (
     MARKERS,
     AblationRun,
@@ -21,7 +21,6 @@ from patchmix.report.ablation_table import (
     ablation_figure,
     estimate,
     print_table,
-    t_quantile,
     write_table,
 )
 from patchmix.report.style import look

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -50,6 +51,11 @@ class Features:
     vectors: Tensor  # (N, D), float32, on the CPU
     labels: Tensor | None  # (N,)
     indices: Tensor  # (N,), positions in the source
+
+    def at(self, positions: npt.NDArray[np.int64]) -> "Features":
+        """Those of some of the source's images."""
+        rows = torch.isin(self.indices, torch.from_numpy(positions))
+        return Features(self.vectors[rows], None if self.labels is None else self.labels[rows], self.indices[rows])
 
     @staticmethod
     def of(source: Source, vectors: Tensor, indices: Tensor) -> "Features":

@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,16 @@ from patchmix.data.loader import Batch
 from patchmix.data.randomness import hash_words
 from patchmix.data.views import as_channels
 from patchmix.evaluate.features import extract, usual_resize
-from patchmix.evaluate.protocol import SupervisedMethod, Task, layer_groups, open_task, top_accuracies, usual_batch
+from patchmix.evaluate.labeled import Part
+from patchmix.evaluate.protocol import (
+    SupervisedMethod,
+    Task,
+    layer_groups,
+    open_task,
+    top_accuracies,
+    usual_batch,
+    wants_few_labels,
+)
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone, save_weights
 from patchmix.interop.exporting import timm_arguments
@@ -42,7 +51,7 @@ CROP_AREA = (0.08, 1.0)
 _SMALL_IMAGE = 32
 _TINY_DIM = 192  # up to this width an encoder takes ViT-T's learning rate
 _PIXELS, _ERASING = 0, 1  # streams of random numbers
-_NOT_RECORDED = ("weights", "data", "base_lr", "encoder", "device", "workers", "out")
+_NOT_RECORDED = ("weights", "data", "base_lr", "encoder", "device", "workers", "out", "shots", "fraction", "draws")
 
 
 def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
@@ -55,39 +64,49 @@ def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
     of the images is held out to test on. `backbone` takes the place of `settings.weights`.
     """
     with open_task(settings, backbone, needs_test=True, many_passes=True) as task:
-        shape, data = task.backbone.architecture, task.data
-        batch_size = _batch_size(settings, shape.image_size, len(data.train))
-        record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
-        record |= {
-            "batch_size": batch_size,
-            "lr": (settings.base_lr or usual_base_lr(task.backbone)) * batch_size / 256,
-            "warmup_epochs": min(settings.warmup_epochs, 0.1 * settings.epochs),
-            "image_size": shape.image_size,
-            "resize": settings.resize or usual_resize(shape.image_size),
-        }
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            model = classifier(task.backbone, data.classes, drop_path=settings.drop_path)
-        method = FinetuneMethod(model, data.classes, settings).to(task.device).train()
-        last, folder = _train(method, task, record)
-        details: dict[str, Any] = {
-            "best_epoch": last["best_top1_epoch"],
-            "best_ema_epoch": last["best_ema_top1_epoch"],
-            "best": "chosen on the test images",
-        }
-        if folder is not None:
-            name, arguments = timm_arguments(shape)
-            details["timm"] = {"model_name": name, **arguments, "num_classes": data.classes}
-            details["model"] = str(folder / "model.safetensors")
-            if distributed.is_main():
-                origin = {"timm": details["timm"], "mean": task.backbone.mean, "std": task.backbone.std}
-                header = {"patchmix-classifier": json.dumps({**origin, "classes": data.train.classes})}
-                save_weights(method.encoder.state_dict(), folder / "model.safetensors", header)
-                save_weights(method.ema.module.state_dict(), folder / "model_ema.safetensors", header)
-        metrics = {name: value for name, value in last.items() if not name.endswith("_epoch")}
-        crop = "padded by 4" if shape.image_size <= _SMALL_IMAGE else list(CROP_AREA)
-        record |= {"optimizer": "AdamW", "crop": crop, "test": data.tested_on}
-        return task.result("finetune", metrics, method.tested, record, details)
+        tasks = [task]
+        if wants_few_labels(settings):
+            parts = [Part(task.data.train, positions) for positions in task.draws()]
+            tasks = [replace(task, data=replace(task.data, train=part)) for part in parts]
+        found, images, record, details = zip(*(_train_and_test(settings, each) for each in tasks), strict=True)
+        return task.result_over_draws("finetune", found, images[0], record[0], details[0])
+
+
+def _train_and_test(settings: Finetune, task: Task) -> tuple[dict[str, float], int, dict[str, Any], dict[str, Any]]:
+    """Metrics, test images, settings and details."""
+    shape, data = task.backbone.architecture, task.data
+    batch_size = _batch_size(settings, shape.image_size, len(data.train))
+    record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
+    record |= {
+        "batch_size": batch_size,
+        "lr": (settings.base_lr or usual_base_lr(task.backbone)) * batch_size / 256,
+        "warmup_epochs": min(settings.warmup_epochs, 0.1 * settings.epochs),
+        "image_size": shape.image_size,
+        "resize": settings.resize or usual_resize(shape.image_size),
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = classifier(task.backbone, data.classes, drop_path=settings.drop_path)
+    method = FinetuneMethod(model, data.classes, settings).to(task.device).train()
+    last, folder = _train(method, task, record)
+    details: dict[str, Any] = {
+        "best_epoch": last["best_top1_epoch"],
+        "best_ema_epoch": last["best_ema_top1_epoch"],
+        "best": "chosen on the test images",
+    }
+    if folder is not None:
+        name, arguments = timm_arguments(shape)
+        details["timm"] = {"model_name": name, **arguments, "num_classes": data.classes}
+        details["model"] = str(folder / "model.safetensors")
+        if distributed.is_main():
+            origin = {"timm": details["timm"], "mean": task.backbone.mean, "std": task.backbone.std}
+            header = {"patchmix-classifier": json.dumps({**origin, "classes": data.train.classes})}
+            save_weights(method.encoder.state_dict(), folder / "model.safetensors", header)
+            save_weights(method.ema.module.state_dict(), folder / "model_ema.safetensors", header)
+    metrics = {name: value for name, value in last.items() if not name.endswith("_epoch")}
+    crop = "padded by 4" if shape.image_size <= _SMALL_IMAGE else list(CROP_AREA)
+    record |= {"optimizer": "AdamW", "crop": crop, "test": data.tested_on}
+    return metrics, method.tested, record, details
 
 
 def _batch_size(settings: Finetune, image_size: int, images: int) -> int:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.evaluate.features import check_finite
-from patchmix.evaluate.protocol import accuracy, open_task
+from patchmix.evaluate.features import Features, check_finite
+from patchmix.evaluate.protocol import accuracy, open_task, wants_few_labels
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone
 from patchmix.progress import progress_bar
@@ -32,33 +32,39 @@ def knn(settings: Knn, backbone: Backbone | None = None) -> Result:
 
     Without a test split, every training image is classified by all the others (leave-one-out). Metrics: "top1" and
     "top5" at the headline k (20, or the first k given), and "top1@k" for each k; top-5 only where there are more than
-    five classes. `backbone` takes the place of `settings.weights`.
+    five classes. With few labels, the means over their draws, and a fifth of the images is held out where there is no
+    test split. `backbone` takes the place of `settings.weights`.
     """
-    with open_task(settings, backbone) as task:
-        data = task.data
+    with open_task(settings, backbone, needs_test=wants_few_labels(settings)) as task:
+        data, draws = task.data, task.draws()
         leave_one_out = data.test is None
         if settings.k:
-            check_ks(settings.k, len(data.train) - int(leave_one_out))  # before the long part
+            check_ks(settings.k, min(map(len, draws)) - int(leave_one_out))  # before the long part
         extractor = task.extractor()
         bank = extractor.features(data.train)
         queries = bank if data.test is None else extractor.features(data.test)
-        assert bank.labels is not None and queries.labels is not None
-        ks = tuple(dict.fromkeys(settings.k)) or fitting_ks(len(bank.vectors) - int(leave_one_out))
-        options: dict[str, Any] = {"ks": ks, "leave_one_out": leave_one_out, "device": task.device, "progress": True}
-        predicted = knn_predict(bank.vectors, bank.labels, queries.vectors, **options)
+        banks = [bank.at(positions) for positions in draws]
+        ks = tuple(dict.fromkeys(settings.k)) or fitting_ks(min(len(each.vectors) for each in banks) - leave_one_out)
         headline = HEADLINE_K if HEADLINE_K in ks else ks[0]
         tops = (1, 5) if data.classes > 5 else (1,)
-        metrics = {f"top{top}": accuracy(predicted[headline], queries.labels, top) for top in tops}
-        for k in ks:
-            metrics |= {f"top{top}@{k}": accuracy(predicted[k], queries.labels, top) for top in tops}
+
+        def metrics(bank: Features) -> dict[str, float]:
+            assert bank.labels is not None and queries.labels is not None
+            how: dict[str, Any] = {"ks": ks, "leave_one_out": leave_one_out, "device": task.device, "progress": True}
+            predicted = knn_predict(bank.vectors, bank.labels, queries.vectors, **how)
+            found = {f"top{top}": accuracy(predicted[headline], queries.labels, top) for top in tops}
+            for k in ks:
+                found |= {f"top{top}@{k}": accuracy(predicted[k], queries.labels, top) for top in tops}
+            return found
+
         record = {
             "k": headline,
             "temperature": TEMPERATURE,
             **extractor.record(),
-            "bank": len(bank.vectors),
+            "bank": len(banks[0].vectors),
             "test": "leave-one-out" if leave_one_out else data.tested_on,
         }
-        return task.result("knn", metrics, len(queries.vectors), record)
+        return task.result_over_draws("knn", [metrics(each) for each in banks], len(queries.vectors), record)
 
 
 @torch.inference_mode()

@@ -65,17 +65,43 @@ def open_labeled(data: str | Path, *, many_passes: bool = False) -> Labeled:
 
 def held_out(labels: Labels, share: float) -> npt.NDArray[np.bool_]:
     """Which samples to hold out: (N,). The same ones each time; `share` of each class, at least 1, never all of it."""
-    order = np.lexsort((hash_words(np.arange(len(labels))), labels))  # by class, within a class at random
     counts = np.bincount(labels)
-    rank = np.empty(len(labels), np.int64)
-    rank[order] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
     take = np.minimum(np.maximum(np.floor(share * counts), 1), np.maximum(counts - 1, 0))
-    held: npt.NDArray[np.bool_] = rank < take[labels]
+    held: npt.NDArray[np.bool_] = _rank_in_class(labels) < take[labels]
     if not held.any():
         raise ValueError(
             f"none of the {len(labels)} training images can be held out, as every class has one; give more images"
         )
     return held
+
+
+def few_labels(
+    source: Source, *, shots: int | None, fraction: float | None, seed: int, draw: int
+) -> npt.NDArray[np.int64]:
+    """Positions of `shots` images of each class, or of a `fraction` of them (at least one), drawn at random: (n,)."""
+    labels = _labels_of(source)
+    counts = np.bincount(labels)
+    if shots is None:
+        assert fraction is not None
+        take = np.maximum(np.round(fraction * counts), 1)
+    else:
+        take = np.full(len(counts), shots)
+        if len(short := np.flatnonzero((counts > 0) & (counts < shots))):
+            name = source.classes[short[0]] if source.classes is not None else short[0]
+            raise ValueError(
+                f"class {name} of {source.name} has {counts[short[0]]} images, too few for {shots} shots; "
+                f"use --shots {counts[counts > 0].min()}, or add images"
+            )
+    return np.flatnonzero(_rank_in_class(labels, seed, draw) < take[labels])
+
+
+def _rank_in_class(labels: Labels, *address: int) -> npt.NDArray[np.int64]:
+    """0, 1, … for the images of each class, in a random order that `address` decides: (N,)."""
+    order = np.lexsort((hash_words(*address, np.arange(len(labels))), labels))
+    counts = np.bincount(labels)
+    rank = np.empty(len(labels), np.int64)
+    rank[order] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rank
 
 
 def _labels_of(source: Source) -> Labels:

@@ -16,8 +16,15 @@ from patchmix import distributed
 from patchmix.data.views import View, Views
 from patchmix.evaluate import sweep
 from patchmix.evaluate.features import FeatureExtractor, Features
-from patchmix.evaluate.labeled import Labeled, held_out
-from patchmix.evaluate.protocol import SupervisedMethod, Task, open_task, top_accuracies, usual_batch
+from patchmix.evaluate.labeled import held_out
+from patchmix.evaluate.protocol import (
+    SupervisedMethod,
+    Task,
+    open_task,
+    top_accuracies,
+    usual_batch,
+    wants_few_labels,
+)
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone, Pool, pooled
 from patchmix.settings import Linear
@@ -25,6 +32,7 @@ from patchmix.settings import Linear
 EPOCHS = 100.0
 CROP_AREA = (0.08, 1.0)
 CHOOSE_ON = 0.1  # of the training images, to choose a candidate of the fast protocol on
+ONE_SHOT = sweep.Candidate(0.3, 1e-2)  # where every class has one image, so that there is nothing to choose on
 TESTED_EPOCHS = 50  # at most; small sets have hundreds of tiny epochs
 
 Outcome = tuple[dict[str, float], dict[str, Any], dict[str, Any]]  # metrics, settings, details
@@ -37,25 +45,31 @@ def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
     `usual_base_lr` with a cosine schedule, no weight decay, batch 256 (up to 64 px) or 1024; hours on ImageNet.
     "fast": features of the plain images, computed once; 20 classifiers, learning rate × weight decay, trained
     together, the best chosen on a tenth of the training images and trained again on all; seconds. Their numbers
-    differ; the result says which it was. Metrics: "top1" and "top5" after the last epoch; "best_top1" is the best
-    epoch's as chosen on the test images, which is optimistic. Without a test split, a fifth of the images is held out
-    to test on. `backbone` takes the place of `settings.weights`.
+    differ; the result says which it was. The fast one also works with few labels: the means over their draws.
+    Metrics: "top1" and "top5" after the last epoch; "best_top1" is the best epoch's as chosen on the test images, which
+    is optimistic. Without a test split, a fifth of the images is held out to test on. `backbone` takes the place of
+    `settings.weights`.
     """
     fast = settings.protocol == "fast"
     if fast and (settings.base_lr is not None or settings.batch_size is not None):
         raise ValueError("the fast protocol tries learning rates by itself; leave out --base-lr and --batch-size")
+    if wants_few_labels(settings) and not fast:
+        raise ValueError("--shots and --fraction need the fast protocol; add --protocol fast")
     with open_task(settings, backbone, needs_test=True, many_passes=not fast) as task:
-        data = task.data
+        data, draws = task.data, task.draws()
         assert data.test is not None
         extractor = task.extractor()
         test = extractor.features(data.test)
         if fast:
-            metrics, record, details = _fast(settings, extractor, data, test)
+            train = extractor.features(data.train)
+            outcomes = [_fast(settings, data.classes, train.at(positions), test, task.device) for positions in draws]
         else:
-            metrics, record, details = _paper(settings, task, extractor, test)
+            outcomes = [_paper(settings, task, extractor, test)]
+        metrics, (record, *_), (details, *_) = zip(*outcomes, strict=True)
         record |= extractor.record() | {"seed": settings.seed, "test": data.tested_on}
         details["best"] = "chosen on the test images"
-        return task.result("linear-fast" if fast else "linear", metrics, len(test.vectors), record, details)
+        name = "linear-fast" if fast else "linear"
+        return task.result_over_draws(name, metrics, len(test.vectors), record, details)
 
 
 def usual_base_lr(dim: int) -> float:
@@ -127,18 +141,22 @@ def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Feat
     return metrics, record, {"best_epoch": last["best_top1_epoch"]}
 
 
-def _fast(settings: Linear, extractor: FeatureExtractor, data: Labeled, test: Features) -> Outcome:
-    train = extractor.features(data.train)
+def _fast(settings: Linear, classes: int, train: Features, test: Features, device: torch.device) -> Outcome:
     assert train.labels is not None and test.labels is not None
-    candidates = sweep.grid()
-    held = torch.from_numpy(held_out(train.labels.numpy(), CHOOSE_ON))
     epochs = sweep.usual_epochs(len(train.vectors)) if settings.epochs is None else max(1, round(settings.epochs))
-    options: dict[str, Any] = {"classes": data.classes, "epochs": epochs}
-    options |= {"seed": settings.seed, "device": extractor.device}
-    rows = (~held).nonzero().flatten()
-    models = sweep.fit_candidates(train.vectors, train.labels, candidates, rows=rows, **options)
-    scores = sweep.score(models, train.vectors[held], train.labels[held])
-    best = sweep.best_of(scores)
+    options: dict[str, Any] = {"classes": classes, "epochs": epochs, "seed": settings.seed, "device": device}
+    best = ONE_SHOT
+    record: dict[str, Any] = {"candidates": 1}
+    details: dict[str, Any] = {}
+    if int(train.labels.bincount().max()) > 1:  # there are images to choose on
+        candidates = sweep.grid()
+        held = torch.from_numpy(held_out(train.labels.numpy(), CHOOSE_ON))
+        rows = (~held).nonzero().flatten()
+        models = sweep.fit_candidates(train.vectors, train.labels, candidates, rows=rows, **options)
+        scores = sweep.score(models, train.vectors[held], train.labels[held])
+        chosen = sweep.best_of(scores)
+        best, details = candidates[chosen], {"held_out_top1": scores[chosen].top1}
+        record = {"candidates": len(candidates), "chosen_on": f"{int(held.sum())} held-out training images"}
 
     tested: dict[int, sweep.Score] = {}
 
@@ -147,22 +165,11 @@ def _fast(settings: Linear, extractor: FeatureExtractor, data: Labeled, test: Fe
         if epoch % math.ceil(epochs / TESTED_EPOCHS) == 0 or epoch == epochs:
             tested[epoch] = sweep.score(classifiers, test.vectors, test.labels)[0]
 
-    sweep.fit_candidates(train.vectors, train.labels, [candidates[best]], on_epoch=note, **options)
+    sweep.fit_candidates(train.vectors, train.labels, [best], on_epoch=note, **options)
     metrics = {"top1": tested[epochs].top1}
-    if data.classes > 5:
+    if classes > 5:
         metrics["top5"] = tested[epochs].top5
     best_epoch = max(tested, key=lambda epoch: tested[epoch].top1)
     metrics["best_top1"] = tested[best_epoch].top1
-    record = {
-        "epochs": float(epochs),
-        "candidates": len(candidates),
-        "chosen_on": f"{int(held.sum())} held-out training images",
-        "augmentation": "none",
-    }
-    details = {
-        "relative_lr": candidates[best].lr,
-        "weight_decay": candidates[best].decay,
-        "held_out_top1": scores[best].top1,
-        "best_epoch": float(best_epoch),
-    }
-    return metrics, record, details
+    details |= {"relative_lr": best.lr, "weight_decay": best.decay, "best_epoch": float(best_epoch)}
+    return metrics, {"epochs": float(epochs), **record, "augmentation": "none"}, details

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
@@ -19,14 +21,14 @@ from patchmix.data.loader import Batch, Loader
 from patchmix.data.views import to_float
 from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate.features import SMALL_IMAGES, FeatureExtractor
-from patchmix.evaluate.labeled import Labeled, open_labeled
-from patchmix.evaluate.results import Result, append_result
+from patchmix.evaluate.labeled import Labeled, few_labels, open_labeled
+from patchmix.evaluate.results import Result, append_result, mean_over_draws
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.method import Method
 from patchmix.schedules import WarmupCosine
-from patchmix.settings import Finetune, Knn, Linear
+from patchmix.settings import FewLabels, Finetune, Knn, Linear
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import BadSamples, RunLog
 from patchmix.train.loop import Evaluator, Plan, train
@@ -74,13 +76,47 @@ class Task:
         images: int,
         settings: dict[str, Any],
         details: dict[str, Any] | None = None,
+        intervals: dict[str, tuple[float, float]] | None = None,
     ) -> Result:
         """The result, also written to results.jsonl; every process gets it."""
         origin = str(self.settings.data), self.data.fingerprint(), encoder_name(self.backbone), self.digest
-        result = Result(protocol, metrics, images, *origin, settings, details or {})
+        result = Result(protocol, metrics, images, *origin, settings, details or {}, intervals=intervals or {})
         if self.out is not None and distributed.is_main():
             append_result(self.out, result)
         return result
+
+    def draws(self) -> list[npt.NDArray[np.int64]]:
+        """Positions of the training images to use: all of them, or several draws of few."""
+        few = self.settings
+        assert isinstance(few, FewLabels)
+        if not wants_few_labels(few):
+            return [np.arange(len(self.data.train))]
+        how: dict[str, Any] = {"shots": few.shots, "fraction": few.fraction, "seed": few.seed}
+        return [few_labels(self.data.train, **how, draw=draw) for draw in range(few.draws)]
+
+    def result_over_draws(
+        self,
+        protocol: str,
+        found: Sequence[dict[str, float]],
+        images: int,
+        settings: dict[str, Any],
+        details: dict[str, Any] | None = None,
+    ) -> Result:
+        """`result` of the metrics of each draw: their means with intervals, under a name of its own."""
+        few = self.settings
+        assert isinstance(few, FewLabels)
+        if not wants_few_labels(few):
+            return self.result(protocol, found[0], images, settings, details)
+        labels = f"{100 * few.fraction:g}%" if few.fraction is not None else f"{few.shots}-shot"
+        means = {name: mean_over_draws([metrics[name] for metrics in found], images) for name in found[0]}
+        return self.result(
+            f"{protocol}@{labels}",
+            {name: mean for name, (mean, _) in means.items()},
+            images,
+            settings | {"shots": few.shots, "fraction": few.fraction, "draws": few.draws, "seed": few.seed},
+            {"top1_of_draws": [metrics["top1"] for metrics in found]},
+            {name: interval for name, (_, interval) in means.items()},
+        )
 
 
 @contextmanager
@@ -100,6 +136,12 @@ def open_task(
         data = open_labeled(settings.data, many_passes=many_passes)
         data = data.with_test() if needs_test else data
         yield Task(settings, backbone, backbone.digest(), data, device, out)
+
+
+def wants_few_labels(settings: FewLabels) -> bool:
+    if settings.shots is not None and settings.fraction is not None:
+        raise ValueError("--shots and --fraction both say how many labels to use; give one of them")
+    return settings.shots is not None or settings.fraction is not None
 
 
 def results_folder(weights: str | Path, out: Path | None) -> Path | None:

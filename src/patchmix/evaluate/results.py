@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class Result:
     `settings` are those of the protocol, `details` all else that it found (the best epoch, what a sweep chose).
     """
 
-    protocol: str  # knn, linear, linear-fast, finetune
+    protocol: str  # knn, linear, linear-fast, attentive, finetune; with few labels knn@5-shot or knn@1%
     metrics: dict[str, float]
     images: int
     data: str
@@ -43,6 +44,7 @@ class Result:
     weights: str  # digest
     settings: dict[str, Any] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # 95 %, of metrics that are no shares
     date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     @property
@@ -66,7 +68,8 @@ class Result:
 
     def interval(self, metric: str = "top1") -> tuple[float, float]:
         """The 95 % interval of an accuracy, for the chance of having drawn these test images."""
-        return wilson(self.metrics[metric], self.images)
+        low, high = self.intervals.get(metric) or wilson(self.metrics[metric], self.images)
+        return low, high
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
@@ -77,6 +80,47 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     center = (share + z2 / 2) / (1 + z2)
     half = _Z95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count)) / (1 + z2)
     return max(0.0, center - half), min(1.0, center + half)
+
+
+def t_quantile(freedom: int, share: float = 0.95) -> float:
+    """t with P(|T| < t) = `share` for Student's distribution."""
+    low, high = 0.0, 1.0
+    while t_share(high, freedom) < share:
+        low, high = high, 2 * high
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_share(middle, freedom) < share else (low, middle)
+    return high
+
+
+def t_share(t: float, freedom: int) -> float:
+    """P(|T| < t), by the finite series in the angle θ = atan(t / √ν) (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    theta = math.atan(t / math.sqrt(freedom))
+    cosine, odd = math.cos(theta), freedom % 2
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for k in range(1 + odd, freedom, 2):  # ν odd: cos + 2/3 cos³ + …; ν even: 1 + 1/2 cos² + …
+        total += term
+        term *= cosine * cosine * k / (k + 1)
+    total *= math.sin(theta)
+    return 2 / math.pi * (theta + total) if odd else total
+
+
+def mean_over_draws(values: Sequence[float], images: int) -> tuple[float, tuple[float, float]]:
+    """The mean accuracy over draws of the labeled images, with its 95 % interval.
+
+    Errors of two kinds are added as independent ones: of the drawn images (Student's t over the draws; not covered by
+    a single draw), and of the test images, which are always the same (Wilson's).
+    """
+    mean, count = statistics.fmean(values), len(values)
+    drawn = t_quantile(count - 1) * statistics.stdev(values) / math.sqrt(count) if count > 1 else 0.0
+    low, high = wilson(mean, images)
+    return mean, (max(0.0, mean - math.hypot(mean - low, drawn)), min(1.0, mean + math.hypot(high - mean, drawn)))
+
+
+def protocol_name(protocol: str) -> str:
+    """For people; `knn@5-shot` is kNN with 5 labeled images per class."""
+    name, at, labels = protocol.partition("@")
+    return PROTOCOL_NAMES.get(name, name) + (f", {labels}" if at else "")
 
 
 def append_result(folder: Path, result: Result) -> Path:
@@ -118,7 +162,7 @@ def print_result(result: Result | Sequence[Path], console: Console | None = None
         for path in result:
             print(f"wrote {path}")
         return
-    title = f"{PROTOCOL_NAMES.get(result.protocol, result.protocol)}: {result.encoder} on {result.data}"
+    title = f"{protocol_name(result.protocol)}: {result.encoder} on {result.data}"
     console.print(Text(title, style="bold"), soft_wrap=True)
     for table in _precisions(result) if result.protocol == "detect" else [_accuracies(result)]:
         console.print(table)

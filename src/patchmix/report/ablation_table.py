@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from patchmix.evaluate.results import Result
+from patchmix.evaluate.results import Result, t_quantile
 from patchmix.files import replacing, write_text
 from patchmix.report.style import COLORS, look, style
 from patchmix.study.ablation import TITLES, AblationRow
@@ -120,29 +120,6 @@ def estimate(results: Sequence[Result]) -> Estimate | None:
         return Estimate(mean, *results[0].interval())
     half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half)
-
-
-def t_quantile(freedom: int, share: float = 0.95) -> float:
-    """t with P(|T| < t) = `share` for Student's distribution."""
-    low, high = 0.0, 1.0
-    while t_share(high, freedom) < share:
-        low, high = high, 2 * high
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_share(middle, freedom) < share else (low, middle)
-    return high
-
-
-def t_share(t: float, freedom: int) -> float:
-    """P(|T| < t), by the finite series in the angle θ = atan(t / √ν) (Abramowitz and Stegun 26.7.3, 26.7.4)."""
-    theta = math.atan(t / math.sqrt(freedom))
-    cosine, odd = math.cos(theta), freedom % 2
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for k in range(1 + odd, freedom, 2):  # ν odd: cos + 2/3 cos³ + …; ν even: 1 + 1/2 cos² + …
-        total += term
-        term *= cosine * cosine * k / (k + 1)
-    total *= math.sin(theta)
-    return 2 / math.pi * (theta + total) if odd else total
 
 
 # --------------------------------------------------------------------------------------------------------- the table

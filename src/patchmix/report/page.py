@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from patchmix.config import Config
 from patchmix.evaluate.monitor import collapse_warning
-from patchmix.evaluate.results import PROTOCOL_NAMES, Result, read_results
+from patchmix.evaluate.results import PROTOCOL_NAMES, Result, protocol_name, read_results
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
@@ -218,7 +218,7 @@ def evaluations(records: Sequence[Record]) -> list[list[str | None]]:
         paper = {protocol: f"{value:.1f}" for protocol, value in record.paper.items()}
         latest = {(result.data, result.weights, result.protocol): result for result in record.results}
         for result in latest.values():
-            name = PROTOCOL_NAMES.get(result.protocol, result.protocol)
+            name = protocol_name(result.protocol)
             scores = [result.headline, result.headline_interval, paper.get(result.protocol)]
             origin = [f"{result.images:,}", result.weights[:8], result.date[:10]]
             rows.append([record.name, name, result.data, *scores, *origin])
