@@ -50,7 +50,7 @@ def test_the_others_do_not_hang(signum: signal.Signals, reason: str, tmp_path: P
     watchdog = threading.Timer(300, first.kill)
     watchdog.start()
     try:
-        assert second.stdout is not None and second.stdout.readline() == "ready\n"
+        assert second.stdout is not None and "ready\n" in second.stdout  # after lines of Gloo, with some torch
         second.send_signal(signum)
         _, output = first.communicate()
         assert first.returncode == 4, output
