@@ -132,9 +132,7 @@ def _attend_from_first(attn: Attention, x: Tensor) -> Tensor:
     dropout = attn.attn_drop.p if attn.training else 0.0
     y = F.scaled_dot_product_attention(attn.q_norm(q), attn.k_norm(k), v, dropout_p=dropout)
     y = y.transpose(1, 2).reshape(n, 1, heads * width)
-    if hasattr(attn, "norm"):  # timm < 1.0.16 has none
-        y = attn.norm(y)
-    out: Tensor = attn.proj_drop(attn.proj(y))
+    out: Tensor = attn.proj_drop(attn.proj(attn.norm(y)))
     return out
 
 
