@@ -6,8 +6,8 @@ with another mark (```sh, ```py, ```text) are not run: commands for several mach
 
 How: a command keeps its verb and its options. Only this is different from what the reader types:
 
-- PLACEHOLDERS: photos/, labeled/, coco and checkpoint.pth exist. So does each runs/NAME that a command reads and no
-  command before it has written: it is a copy of one small trained run.
+- PLACEHOLDERS: photos/, labeled/, coco, pets and checkpoint.pth exist. So does each runs/NAME that a command reads and
+  no command before it has written: it is a copy of one small trained run.
 - NAMED_SETS: data sets that would have to be downloaded are replaced by 64 generated images. The generated sets
   themselves have 600 training and 200 test images.
 - SMALLER: options that make the training short and the networks small.
@@ -40,12 +40,13 @@ from patchmix.interop.loading import load_backbone
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.study.ablation import rows_of
 from tests.evaluate.detection.conftest import write_split
+from tests.evaluate.test_segment import write_scenes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LEFT_OUT = ("#", "pip ", "make ", "git ", "cd ")  # comments; setting up, which needs no test here
 
-PLACEHOLDERS = ("photos", "labeled", "coco", "checkpoint.pth")
+PLACEHOLDERS = ("photos", "labeled", "coco", "pets", "checkpoint.pth")
 NAMED_SETS = {"imagenet", "cifar10", "cifar100", "shapes", "shapes:5000"}
 FEW_IMAGES = "shapes:64"
 
@@ -80,6 +81,7 @@ SMALLER: dict[str, dict[str, str]] = {
         "--head-dim": "32",
         "--window": "0",
     },
+    "segment": {"--epochs": "1", "--batch-size": "4", "--pictures": "1", "--workers": "0"},
     "bench": {"--steps": "1", **SMALL_NETWORK},
     "demo": {"--budget": "1s"},
 }
@@ -128,6 +130,7 @@ def placeholders(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
         shutil.copy(folder / "photos" / f"{i}.jpg", folder / "photos" / f"{name}.jpg")
     for split in ("train2017", "val2017"):
         write_split(folder / "coco", split, 4)
+    write_scenes(folder / "pets" / "images", folder / "pets" / "annotations" / "trimaps", 8)
     torch.save(load_backbone(folder / "run").weights, folder / "checkpoint.pth")
     return folder
 

@@ -188,6 +188,32 @@ class Detect:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Evaluate an encoder by semantic segmentation: a linear layer on its frozen patch tokens."""
+
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
+    data: Path  # A folder with images and masks of class indices, as in Pets, CamVid or ADE20K, or COCO's.
+    out: Path | None = None  # Folder of results.jsonl and what is trained; by default the run's. The same call resumes.
+    finetune: bool = False  # Train the encoder, too.
+    blocks: tuple[int, ...] = (-1,)  # Blocks whose patch tokens are concatenated; 0 is the first, -1 the last.
+    image_size: Count | None = None
+    """Side of training crops and shorter side of test images; by default the encoder's image size."""
+    ignore_index: tuple[int, ...] = (255,)  # Indices in masks that are neither learned nor counted.
+    class_names: Path | None = None  # A file with a class name in each line, or with INDEX NAME in each line.
+    test: str | None = None  # Name of the test split; by default the first there is of val, validation and test.
+    epochs: Above0 = 20.0  # Passes over the training images.
+    batch_size: Count = 32  # Images per optimizer step, over all processes.
+    lr: Above0 | None = None  # Learning rate of AdamW; by default 1e-2, with --finetune 5e-4.
+    weight_decay: NonNegative = 1e-4  # AdamW's weight decay.
+    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # With --finetune: factor of the rate per layer.
+    pictures: Annotated[int, Ge(0)] = 8  # Number of test images to draw with truth and prediction.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
+    workers: Workers = 2  # Processes that load images.
+    seed: int = 0  # Seed of every random number.
+
+
+@dataclass(frozen=True)
 class Embed:
     """Write the feature vector of every image."""
 
@@ -306,6 +332,22 @@ class ShowAttention:
     out: Path = Path("attention.png")  # A .png, .svg or .pdf.
     block: int = -1  # Block of the encoder; 0 is the first, -1 the last.
     images: Count = 3  # Number of images of DATA.
+    position: tuple[int, ...] = ()  # Positions of images in DATA.
+    size: Count | None = None  # Side of the input in pixels; a larger one gives finer maps.
+    device: Device = "cpu"  # Device: cpu or cuda.
+
+
+@dataclass(frozen=True)
+class ShowPatches:
+    """Draw the patch tokens of images as colors: their first three principal components."""
+
+    runs: Runs  # Run folders, encoder files or timm:NAME.
+    data: str | None = None  # The images.
+    image: tuple[Path, ...] = ()  # Image files instead of DATA.
+    out: Path = Path("patches.png")  # A .png, .svg or .pdf.
+    foreground: bool = False  # Color only the patches on one side of the first component, as in DINOv2's figure.
+    block: int = -1  # Block of the encoder; 0 is the first, -1 the last.
+    images: Count = 4  # Number of images of DATA.
     position: tuple[int, ...] = ()  # Positions of images in DATA.
     size: Count | None = None  # Side of the input in pixels; a larger one gives finer maps.
     device: Device = "cpu"  # Device: cpu or cuda.

@@ -30,6 +30,7 @@ from patchmix.settings import Linear
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from tests.evaluate.conftest import make_backbone
 from tests.evaluate.detection.conftest import write_split
+from tests.evaluate.test_segment import write_scenes
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -174,6 +175,17 @@ def test_detect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for kind in ("bbox", "segm"):
         left, right = (json.loads((folder / f"detections.{kind}.json").read_text()) for folder in (one, two))
         assert left == right and len({entry["image_id"] for entry in left}) == 5
+
+
+@pytest.mark.slow
+def test_segment(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_scenes(tmp_path / "scenes" / "images", tmp_path / "scenes" / "masks", 11)
+    words = ["segment", str(encoder), "--data", str(tmp_path / "scenes"), "--workers", "0", "--epochs", "3"]
+    words += ["--batch-size", "4", "--ignore-index", "300", "--pictures", "1"]  # every pixel counts, in every process
+    one, two = by_one_and_by_two(words, tmp_path, capsys)
+    assert train_losses(two) == pytest.approx(train_losses(one), abs=1e-4)
+    (left,), (right,) = read_results(one), read_results(two)
+    assert left.metrics == pytest.approx(right.metrics, abs=0.01) and left.images == right.images == 2
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -28,7 +28,7 @@ from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.method import Method
 from patchmix.schedules import WarmupCosine
-from patchmix.settings import FewLabels, Finetune, Knn, Linear
+from patchmix.settings import FewLabels, Finetune, Knn, Linear, Segment
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import BadSamples, RunLog
 from patchmix.train.loop import Evaluator, Plan, train
@@ -38,7 +38,7 @@ from patchmix.train.loop import Evaluator, Plan, train
 class Task:
     """An encoder and labeled data to evaluate it on. Results go to the folder `out`, if any."""
 
-    settings: Knn | Linear | Finetune
+    settings: Knn | Linear | Finetune | Segment
     backbone: Backbone
     digest: str  # of the weights
     data: Labeled
@@ -121,9 +121,14 @@ class Task:
 
 @contextmanager
 def open_task(
-    settings: Knn | Linear | Finetune, backbone: Backbone | None, *, needs_test: bool = False, many_passes: bool = False
+    settings: Knn | Linear | Finetune | Segment,
+    backbone: Backbone | None,
+    *,
+    data: Labeled | None = None,
+    needs_test: bool = False,
+    many_passes: bool = False,
 ) -> Iterator[Task]:
-    """Loads the encoder (unless `backbone` is given) and opens the data, in the process group if there is one.
+    """Loads the encoder and opens the data (unless they are given), in the process group if there is one.
 
     needs_test: a fifth of the images is held out where there is no test split.
     """
@@ -133,7 +138,7 @@ def open_task(
         if backbone is None:
             backbone = load_backbone(settings.weights, encoder=settings.encoder)
             out = results_folder(settings.weights, settings.out)
-        data = open_labeled(settings.data, many_passes=many_passes)
+        data = data or open_labeled(settings.data, many_passes=many_passes)
         data = data.with_test() if needs_test else data
         yield Task(settings, backbone, backbone.digest(), data, device, out)
 
@@ -274,6 +279,19 @@ def layer_groups(encoder: VisionTransformer, layer_decay: float) -> list[dict[st
         layer_decay=layer_decay,
     )
     return [group | {"decayed": group["weight_decay"] > 0} for group in groups]
+
+
+def groups_with_head(module: nn.Module, encoder: VisionTransformer, layer_decay: float) -> list[dict[str, Any]]:
+    """As in fine-tuning; the layers of `module` above its encoder learn with the whole learning rate."""
+    groups = layer_groups(encoder, layer_decay)
+    for group in groups:
+        group["lr_scale"] *= layer_decay  # timm's last layer is the encoder's last block
+    inside = {id(parameter) for parameter in encoder.parameters()}
+    above = [p for p in module.parameters() if p.requires_grad and id(p) not in inside]
+    return groups + [
+        {"params": [p for p in above if (p.ndim > 1) == decayed], "weight_decay": 0.0, "decayed": decayed}
+        for decayed in (True, False)
+    ]
 
 
 def usual_batch(image_size: int, images: int, *, multiple: int) -> int:

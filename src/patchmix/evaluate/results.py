@@ -24,13 +24,14 @@ PROTOCOL_NAMES: dict[str, str] = {
     "linear-fast": "linear (fast: sweep on stored features)",
     "finetune": "fine-tune",
     "detect": "detection (box / mask AP)",
+    "segment": "segmentation (mIoU)",
 }
 AP_NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75", "ap_small": "APs", "ap_medium": "APm", "ap_large": "APl"}
 
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation. `metrics` are accuracies in 0…1 over `images` test images; "top1" is the headline.
+    """One evaluation. `metrics` are accuracies in 0…1 over `images` test images; "top1" or "miou" is the headline.
 
     `settings` are those of the protocol, `details` all else that it found (the best epoch, what a sweep chose).
     """
@@ -52,18 +53,22 @@ class Result:
         return self.metrics["top1"]
 
     @property
+    def main(self) -> str:
+        return "miou" if self.protocol == "segment" else "top1"
+
+    @property
     def headline(self) -> str:
-        """What a table shows: top-1 in %, or box and mask AP of a detector."""
-        if "top1" in self.metrics:
-            return f"{100 * self.top1:.2f}"
+        """What a table shows: top-1 or mIoU in %, or box and mask AP of a detector."""
+        if self.main in self.metrics:
+            return f"{100 * self.metrics[self.main]:.2f}"
         return " / ".join(_percent(self.metrics[name]) for name in ("box_ap", "mask_ap") if name in self.metrics)
 
     @property
     def headline_interval(self) -> str | None:
-        """The 95 % interval of top-1 in %; AP has none."""
-        if "top1" not in self.metrics:
+        """The 95 % interval of top-1 or mIoU in %; AP has none."""
+        if self.main not in self.metrics:
             return None
-        low, high = self.interval()
+        low, high = self.interval(self.main)
         return f"{100 * low:.1f} … {100 * high:.1f}"
 
     def interval(self, metric: str = "top1") -> tuple[float, float]:
@@ -176,8 +181,10 @@ def _accuracies(result: Result) -> Table:
     table = Table("accuracy", Column("%", justify="right"), Column("95 % interval", justify="right"))
     for name, value in result.metrics.items():
         low, high = result.interval(name)
-        style = "bold" if name == "top1" else None
+        style = "bold" if name == result.main else None
         table.add_row(name, f"{100 * value:.2f}", f"{100 * low:.2f} … {100 * high:.2f}", style=style)
+    for row in result.details.get("classes", []):
+        table.add_row(f"IoU of {row['name']}", f"{100 * row['iou']:.2f}", "")
     return table
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import timm
@@ -131,3 +132,18 @@ def patch_size_of(encoder: VisionTransformer) -> int:
     if height != width:
         raise ValueError(f"patches are {height} × {width} px; PatchMix mixes square patches")
     return int(height)
+
+
+def check_blocks(encoder: VisionTransformer, blocks: Sequence[int]) -> list[int]:
+    """Numbers of blocks, each once and increasing, counted from 0; negative ones are counted from the end."""
+    depth = len(encoder.blocks)
+    if wrong := [block for block in blocks if not -depth <= block < depth]:
+        raise ValueError(f"block is {wrong[0]}; it must lie between {-depth} and {depth - 1}")
+    return sorted({block % depth for block in blocks})
+
+
+def patch_tokens(encoder: VisionTransformer, images: Tensor, blocks: Sequence[int]) -> Tensor:
+    """Patch tokens after some blocks, each after the encoder's last norm, concatenated: (N, h, w, D · blocks)."""
+    options: dict[str, Any] = {"norm": True, "output_fmt": "NCHW", "intermediates_only": True}
+    maps: Any = encoder.forward_intermediates(images, indices=check_blocks(encoder, blocks), **options)
+    return torch.cat(maps, dim=1).permute(0, 2, 3, 1)

@@ -17,9 +17,10 @@ from torch import Tensor
 from patchmix.data.contract import Source
 from patchmix.data.views import as_channels, to_float
 from patchmix.interop.backbone import Backbone
+from patchmix.nn.vit import check_blocks
 from patchmix.report.gallery import crop_batch, find_image, load_all, open_images, spread
 from patchmix.report.style import check_suffix, picture, picture_grid, short, style, write
-from patchmix.settings import ShowAttention
+from patchmix.settings import ShowAttention, ShowPatches
 
 HEAT = "inferno"  # lightness grows with the value: readable in gray, and without red-green vision
 
@@ -27,12 +28,8 @@ HEAT = "inferno"  # lightness grows with the value: readable in gray, and withou
 def show_attention(settings: ShowAttention) -> list[Path]:
     """Draws the class token's attention in a block, one map per head, raw and overlaid, runs below each other."""
     check_suffix(settings.out)
-    if (settings.data is None) == (not settings.image):
-        raise ValueError("give either --data DATA or --image FILE …")
     backbones = load_all(settings.runs)
-    source = open_images(settings.data or settings.image)
-    positions = settings.position or spread(len(source), len(settings.image) or settings.images)
-    positions = [find_image(position, source) for position in positions]
+    source, positions = chosen_images(settings)
     options: dict[str, Any] = {"block": settings.block, "size": settings.size, "device": settings.device}
     maps = [(backbone.name, image_maps(backbone, source, positions, **options)) for backbone in backbones]
     size = settings.size or max(backbone.architecture.image_size for backbone in backbones)
@@ -51,6 +48,23 @@ def image_maps(
     device: str = "cpu",
 ) -> Tensor:
     """Maps (N, H, R, C) of some images of a source, at `size` px or the encoder's own size."""
+    encoder, images = encoder_and_images(backbone, source, positions, size=size, device=device)
+    return attention_maps(encoder, images, block=block).cpu()
+
+
+def chosen_images(settings: ShowAttention | ShowPatches) -> tuple[Source, list[int]]:
+    """The images to draw: a source and positions in it."""
+    if (settings.data is None) == (not settings.image):
+        raise ValueError("give either --data DATA or --image FILE …")
+    source = open_images(settings.data or settings.image)
+    positions = settings.position or spread(len(source), len(settings.image) or settings.images)
+    return source, [find_image(position, source) for position in positions]
+
+
+def encoder_and_images(
+    backbone: Backbone, source: Source, positions: Sequence[int], *, size: int | None, device: str
+) -> tuple[VisionTransformer, Tensor]:
+    """An encoder for images of `size` px (by default its own), and some images as it takes them, on `device`."""
     shape = backbone.architecture
     size = size or shape.image_size
     if size % shape.patch_size:
@@ -59,7 +73,7 @@ def image_maps(
         )
     encoder = backbone.encoder(any_image_size=size != shape.image_size).to(device)
     images = to_float(crop_batch(source, positions, size), backbone.mean, backbone.std)
-    return attention_maps(encoder, as_channels(images, shape.in_chans).to(device), block=block).cpu()
+    return encoder, as_channels(images, shape.in_chans).to(device)
 
 
 @torch.inference_mode()
@@ -70,8 +84,7 @@ def class_attention(encoder: VisionTransformer, images: Tensor, *, block: int = 
     (N, C, height, width) of a size that the encoder takes. block: 0 is the first, -1 the last.
     """
     blocks: Any = encoder.blocks
-    if not -len(blocks) <= block < len(blocks):
-        raise ValueError(f"block is {block}; it must lie between {-len(blocks)} and {len(blocks) - 1}")
+    check_blocks(encoder, [block])
     if encoder.cls_token is None:
         raise ValueError("the encoder has no class token whose attention could be drawn; give a ViT with a class token")
     attention: Any = blocks[block].attn

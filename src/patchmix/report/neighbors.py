@@ -76,11 +76,15 @@ def principal_plane(vectors: Tensor) -> Tensor:
     """(N, D) → (N, 2): the first two principal components of the directions."""
     if len(vectors) < 3:
         raise ValueError(f"a map needs at least 3 images, not {len(vectors)}; give more")
-    unit = F.normalize(vectors.float(), dim=1).double()
-    left, singular, _ = torch.linalg.svd(unit - unit.mean(dim=0), full_matrices=False)
-    plane = left[:, :2] * singular[:2]
-    peaks = plane.gather(0, plane.abs().argmax(dim=0, keepdim=True))
-    signed: Tensor = plane * peaks.sign()  # an SVD leaves the signs open: the farthest image is on the positive side
+    return principal_components(F.normalize(vectors.float(), dim=1).double(), 2)
+
+
+def principal_components(vectors: Tensor, count: int) -> Tensor:
+    """(N, D) → (N, count)."""
+    left, singular, _ = torch.linalg.svd(vectors - vectors.mean(dim=0), full_matrices=False)
+    components = left[:, :count] * singular[:count]
+    peaks = components.gather(0, components.abs().argmax(dim=0, keepdim=True))
+    signed: Tensor = components * peaks.sign()  # an SVD leaves the signs open: the farthest row is on the positive side
     return signed
 
 

@@ -19,6 +19,7 @@ PROTOCOLS = {
     "linear-fast": "linear (fast)",
     "finetune": "fine-tune",
     "detect": "box / mask AP",
+    "segment": "mIoU",
 }
 # Settings that may differ from the recipe's in the same training.
 _FREE = ("data.", "train.seed:", "train.accumulate:", "train.precision:")
@@ -43,7 +44,9 @@ class Row:
 def compare(settings: Compare, console: Console | None = None) -> list[Row]:
     """Prints a column for each row: what it is, top-1 in % with its 95 % interval, and the paper's number."""
     rows = read_rows(settings.runs)
-    table = Table(caption="top-1 % with its 95 % interval, AP % of detectors; the paper's number for the same training")
+    table = Table(
+        caption="top-1 % or mIoU % with 95 % interval, AP % of detectors; the paper's number for the same training"
+    )
     table.add_column("run", no_wrap=True)
     for row in rows:
         table.add_column(row.run, justify="right", overflow="fold")

@@ -21,7 +21,8 @@ from patchmix.evaluate.detection.model import (
     load_detector,
     without_class_layers,
 )
-from patchmix.evaluate.detection.training import DetectMethod, layer_groups
+from patchmix.evaluate.detection.training import DetectMethod
+from patchmix.evaluate.protocol import groups_with_head
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.settings import Detect
 from patchmix.train.optimizer import set_hyperparameters
@@ -169,7 +170,7 @@ def test_parameters_of_the_real_detector() -> None:
 
 def test_layers_decay_towards_the_input(encoder_file: Backbone) -> None:
     detector = small_detector(encoder_file)
-    groups = layer_groups(detector, 0.5)
+    groups = groups_with_head(detector, detector.backbone.tokens.encoder, 0.5)
     optimizer = torch.optim.AdamW(groups, lr=0.0)
     set_hyperparameters(optimizer, lr=1.0, weight_decay=0.1)
     found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}

@@ -25,6 +25,7 @@ from patchmix.evaluate.results import AP_NAMES
 from patchmix.files import write_text
 
 Mask = npt.NDArray[np.uint8]
+Dataset = dict[str, list[dict[str, Any]]]  # a parsed annotation file
 Entry = dict[str, Any]  # a detection: image_id, category_id, bbox (x, y, width, height), score, segmentation
 KINDS = {"box": "bbox", "mask": "segm"}  # our names and pycocotools'
 
@@ -38,10 +39,10 @@ class CocoImages:
 
     labels: Labels | None = None  # an image has many
 
-    def __init__(self, folder: Path, annotations: Path) -> None:
+    def __init__(self, folder: Path, annotations: Path, dataset: Dataset | None = None) -> None:
         self._folder, self._file = folder, annotations
         self.name = annotations.name
-        dataset = _read(annotations)
+        dataset = dataset or read_dataset(annotations)
         if problem := next(_problems(dataset, folder), None):
             raise ValueError(f"{annotations}: {problem}")
         names = {category["id"]: category["name"] for category in dataset["categories"]}
@@ -220,7 +221,8 @@ def silence() -> contextlib.AbstractContextManager[Any]:
 # ------------------------------------------------------------------------------------------------- the annotation file
 
 
-def _read(path: Path) -> dict[str, list[dict[str, Any]]]:
+def read_dataset(path: Path) -> Dataset:
+    """The parsed file, whose images, annotations and categories are lists."""
     try:
         dataset = json.loads(path.read_bytes())
     except OSError as error:
@@ -234,7 +236,7 @@ def _read(path: Path) -> dict[str, list[dict[str, Any]]]:
     return dict(dataset)
 
 
-def _problems(dataset: dict[str, list[dict[str, Any]]], folder: Path) -> Iterator[str]:
+def _problems(dataset: Dataset, folder: Path) -> Iterator[str]:
     """What is wrong with an annotation file, image by image; fills in `iscrowd` and `area` where they are missing."""
     if not folder.is_dir():
         yield f"{folder} is not a folder; it should hold the images that the file lists"

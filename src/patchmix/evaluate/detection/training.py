@@ -111,6 +111,7 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
         last[:] = [evaluate(detector, file, val, device, settings.workers)]
         yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0][1].metrics}.items()
 
+    groups = protocol.groups_with_head(detector, detector.backbone.tokens.encoder, settings.layer_decay)
     views = _chosen(settings, "scale", "flip", "seed")
     plan = _chosen(settings, "lr", "weight_decay", "clip_grad", "batch_size", "accumulate", "epochs", "evaluate_every")
     values, folder = protocol.fit(
@@ -120,7 +121,7 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
         TrainingViews(train, size=file.shape.image_size, mean=file.mean, **views),
         prepare=prepare,
         evaluator=evaluator,
-        optimizer=torch.optim.AdamW(layer_groups(detector, settings.layer_decay), lr=0.0),
+        optimizer=torch.optim.AdamW(groups, lr=0.0),
         out=out,
         identity=identity,
         device=device,
@@ -197,20 +198,6 @@ class DetectMethod(protocol.SupervisedMethod):
         assert isinstance(losses, dict)
         parts: dict[str, Tensor] = {_LOSSES[name]: value for name, value in losses.items()}
         return {"loss": torch.stack([value.float() for value in parts.values()]).sum(), **parts}
-
-
-def layer_groups(detector: Detector, layer_decay: float) -> list[dict[str, Any]]:
-    """As in fine-tuning; the layers above the encoder learn with the whole learning rate."""
-    encoder = detector.backbone.tokens.encoder
-    groups = protocol.layer_groups(encoder, layer_decay)
-    for group in groups:
-        group["lr_scale"] *= layer_decay  # timm's last layer is the encoder's last block
-    inside = {id(parameter) for parameter in encoder.parameters()}
-    above = [p for p in detector.parameters() if p.requires_grad and id(p) not in inside]
-    return groups + [
-        {"params": [p for p in above if (p.ndim > 1) == decayed], "weight_decay": 0.0, "decayed": decayed}
-        for decayed in (True, False)
-    ]
 
 
 def _chosen(settings: Detect, *names: str) -> dict[str, Any]:

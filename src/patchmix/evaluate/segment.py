@@ -1,0 +1,269 @@
+"""Semantic segmentation: a linear layer on a frozen encoder's patch tokens, or all of it fine-tuned.
+
+Shapes: N images of H × W px in h × w patches, D = the encoder's width × the number of blocks, K classes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path, PurePath
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from patchmix import distributed
+from patchmix.data import pixels as operations
+from patchmix.data.contract import Indices
+from patchmix.data.decode import Pixels
+from patchmix.data.loader import Batch, one_pass
+from patchmix.data.randomness import uniforms
+from patchmix.data.views import DRAWS, View, as_channels, draw_parameters, render, to_float
+from patchmix.device import autocast_dtype
+from patchmix.evaluate.detection.inference import color, write_label, write_picture
+from patchmix.evaluate.masks import IGNORED, Mask, Masked, open_masks
+from patchmix.evaluate.protocol import SupervisedMethod, Task, groups_with_head, open_task
+from patchmix.evaluate.results import Result
+from patchmix.interop.backbone import Backbone
+from patchmix.nn.heads import BatchNorm
+from patchmix.nn.vit import check_blocks, patch_size_of, patch_tokens
+from patchmix.progress import progress_bar
+from patchmix.settings import Segment
+
+CROP_AREA = (0.25, 1.0)
+WARMUP = 0.05  # of the training
+DRAWN = 1000  # bootstrap samples
+_PANEL = 256  # px: pictures are at least this high
+_NOT_RECORDED = ("weights", "data", "class_names", "test", "pictures", "encoder", "device", "workers", "out")
+
+
+def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
+    """Trains a linear layer on the patch tokens of some blocks, and tests it on whole images of any size.
+
+    Tokens are normalized by the encoder's last norm and a batch norm, as in DINOv2's evaluation; logits are enlarged
+    to the mask's own size. Metrics: "miou", over the classes that occur, and "pixel_accuracy", with 95 % intervals by
+    bootstrap over test images; `details["classes"]` has the IoU of each class. Pictures of some test images (image,
+    truth, prediction) go to the folder segment-… beside results.jsonl. `backbone` is used in place of the weights.
+    """
+    data = open_masks(settings.data, ignored=settings.ignore_index, names=settings.class_names, test=settings.test)
+    with open_task(settings, backbone, data=data) as task:
+        train, test, encoder = data.train, data.test, task.backbone.encoder(any_image_size=True)
+        assert isinstance(train, Masked) and isinstance(test, Masked)
+        patch, size = patch_size_of(encoder), settings.image_size or task.backbone.architecture.image_size
+        if size % patch:
+            raise ValueError(f"image size {size} must be a multiple of the patch size {patch}")
+        record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
+        record |= {"image_size": size, "lr": settings.lr or (5e-4 if settings.finetune else 1e-2)}
+        if len(train) < settings.batch_size:
+            record["batch_size"] = max(1, len(train) // distributed.world_size()) * distributed.world_size()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            model = Segmenter(encoder, data.classes, blocks=settings.blocks, frozen=not settings.finetune)
+        method = SegmentMethod(model).to(task.device).train()
+        view = WholeView(test, size, patch)
+        counts: list[Tensor] = []
+
+        def evaluator(_: nn.Module) -> Iterator[tuple[str, float]]:
+            if int(method.scores.steps):  # an untrained layer needs no test
+                counts[:] = [count_pixels(method.encoder, task, view)]
+                yield from ((name, float(value)) for name, value in scores(counts[0].sum(dim=0)).items())
+
+        def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
+            return to_float(batch.views[0], task.backbone.mean, task.backbone.std), batch.views[1].long()
+
+        last, folder = task.fit(
+            "segment",
+            method,
+            MaskedViews(train, View(size, CROP_AREA, jitter=0.0, gray=0.0, blur=0.0), settings.seed),
+            record,
+            prepare=prepare,
+            evaluator=evaluator,
+            optimizer=torch.optim.AdamW(groups_with_head(model, encoder, settings.layer_decay), lr=0.0),
+            warmup=lambda steps: WARMUP,
+            evaluate_every=0.0,
+            **{name: record[name] for name in ("lr", "weight_decay", "batch_size", "epochs", "seed")},
+        )
+        if folder is not None and distributed.is_main():
+            save_pictures(folder / "pictures", model, task, view, settings.pictures)
+        metrics = {name: last[name] for name in ("miou", "pixel_accuracy")}
+        details = {"classes": class_rows(counts[0].sum(dim=0), test.classes)}
+        record |= {"optimizer": "AdamW", "crop_area": list(CROP_AREA), "test": data.tested_on}
+        return task.result("segment", metrics, len(test), record, details, bootstrap(counts[0]))
+
+
+class Segmenter(nn.Module):
+    """A linear layer on the patch tokens after some blocks: images (N, 3, H, W) → logits (N, K, *size)."""
+
+    def __init__(self, encoder: VisionTransformer, classes: int, *, blocks: Sequence[int], frozen: bool) -> None:
+        super().__init__()
+        self.blocks = check_blocks(encoder, blocks)
+        encoder.prune_intermediate_layers(self.blocks)  # DDP waits for gradients of all blocks
+        self.encoder = encoder.requires_grad_(not frozen)
+        self.frozen = frozen
+        self.norm = BatchNorm(encoder.embed_dim * len(self.blocks), affine=False)
+        self.head = nn.Linear(encoder.embed_dim * len(self.blocks), classes)
+        nn.init.normal_(self.head.weight, std=0.01)
+        nn.init.zeros_(self.head.bias)
+
+    def train(self, mode: bool = True) -> "Segmenter":
+        super().train(mode)
+        self.encoder.train(mode and not self.frozen)
+        return self
+
+    def forward(self, images: Tensor, size: tuple[int, int]) -> Tensor:
+        images = as_channels(images, int(self.encoder.patch_embed.proj.in_channels))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            tokens = patch_tokens(self.encoder, images, self.blocks)  # (N, h, w, D)
+        logits = self.head(self.norm(tokens.flatten(0, 2))).view(*tokens.shape[:3], -1)
+        return F.interpolate(logits.permute(0, 3, 1, 2).float(), size, mode="bilinear")
+
+
+class SegmentMethod(SupervisedMethod):
+    """A segmenter that learns from masks; it is its own `encoder`, which is evaluated."""
+
+    encoder: Segmenter
+
+    def __init__(self, model: Segmenter) -> None:
+        super().__init__(model, ["miou"])
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        """batch: images (N, 3, H, W) and masks (N, H, W)."""
+        images, masks = batch
+        loss = F.cross_entropy(self.encoder(images, masks.shape[1:]), masks, ignore_index=IGNORED, reduction="sum")
+        return {"loss": loss / (masks != IGNORED).sum().clamp_min(1)}
+
+
+# --------------------------------------------------------------------------------------------------------------- views
+
+
+class MaskedViews:
+    """The loader's transform for training: random resized crops and flips of images and masks."""
+
+    def __init__(self, source: Masked, view: View, seed: int) -> None:
+        self._source, self._view, self._seed = source, view, seed
+
+    def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Any]:
+        """Pixels uint8 (N, S, S, 3) and masks (N, S, S)."""
+        sizes = np.array([image.shape[:2] for image in images], np.int64)
+        drawn = draw_parameters(self._view, sizes, uniforms(DRAWS, self._seed, epoch, indices))
+        masks = [self._source.mask(index) for index in indices.tolist()]
+        boxes = zip(masks, drawn.box.tolist(), drawn.flip.tolist(), strict=True)
+        cropped = [crop_mask(mask, box, flip, self._view.size) for mask, box, flip in boxes]
+        return [render(self._view, images, drawn), np.stack(cropped)]
+
+
+def crop_mask(mask: Mask, box: Sequence[int], flip: bool, size: int) -> Mask:
+    """The nearest pixels of a box (top, left, height, width), perhaps mirrored: (size, size)."""
+    top, left, height, width = box
+    middles = (np.arange(size) + 0.5) / size
+    rows, columns = top + (middles * height).astype(int), left + (middles * width).astype(int)
+    cropped: Mask = mask[np.ix_(rows, columns[::-1] if flip else columns)]
+    return cropped
+
+
+class WholeView:
+    """The loader's transform for testing: one whole image at a time, resized to its size in training."""
+
+    def __init__(self, source: Masked, size: int, patch: int) -> None:
+        self.source, self._size, self._patch = source, size, patch
+
+    def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Any]:
+        """Pixels uint8 (1, H, W, 3) and the mask at its own size."""
+        if not images:
+            return []
+        scale = self._size / min(images[0].shape[:2]) / self._patch
+        height, width = [self._patch * max(1, round(side * scale)) for side in images[0].shape[:2]]
+        return [operations.resize(images[0], height, width)[None], self.source.mask(int(indices[0]))[None]]
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+@torch.no_grad()
+def predict(model: Segmenter, task: Task, views: Sequence[Tensor]) -> Tensor:
+    """What `WholeView` made → predicted classes at the mask's size: (H, W)."""
+    images = to_float(views[0].to(task.device), task.backbone.mean, task.backbone.std)
+    autocast = autocast_dtype(task.device)
+    with torch.autocast(task.device.type, dtype=autocast, enabled=autocast is not None):
+        logits: Tensor = model(images, views[1].shape[1:])
+    return logits.argmax(dim=1)[0]
+
+
+def count_pixels(model: Segmenter, task: Task, view: WholeView) -> Tensor:
+    """For each test image and class: pixels found, pixels of the truth, pixels predicted, (N, 3, K)."""
+    classes, errors = model.head.out_features, list[str]()
+    rows = [torch.zeros(0, 3, classes, dtype=torch.int64)]
+    rank, world_size = distributed.rank(), distributed.world_size()
+    work = {"batch_size": 1, "workers": task.settings.workers, "rank": rank, "world_size": world_size}
+    with progress_bar("segmentation", -(-len(view.source) // world_size), rank == 0) as advance:
+        for batch in one_pass(view.source, view, **work):
+            errors += batch.bad
+            if batch.views:
+                truth, predicted = batch.views[1][0].long(), predict(model, task, batch.views).cpu()
+                truth, predicted = truth[truth != IGNORED], predicted[truth != IGNORED]
+                parts = truth[truth == predicted], truth, predicted
+                rows.append(torch.stack([torch.bincount(part, minlength=classes) for part in parts])[None])
+            advance(1)
+    if failed := [error for part in distributed.gather_json(errors, task.device) for error in part]:
+        raise ValueError(f"{min(failed)}; evaluation needs every image of {view.source.name}")
+    return torch.cat(distributed.gather_rows(torch.cat(rows), task.device))
+
+
+def scores(counts: Tensor) -> dict[str, Tensor]:
+    """(…, 3, K) of `count_pixels` → mIoU over the classes that occur or are predicted, and pixel accuracy: (…)."""
+    found, truth, predicted = counts.double().unbind(dim=-2)
+    return {
+        "miou": (found / (truth + predicted - found)).nanmean(dim=-1),
+        "pixel_accuracy": found.sum(dim=-1) / truth.sum(dim=-1),
+    }
+
+
+def bootstrap(counts: Tensor) -> dict[str, tuple[float, float]]:
+    """95 % intervals of the scores, for the chance of having drawn these test images: (N, 3, K)."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(counts), (DRAWN, len(counts)), generator=generator)
+    weights = torch.stack([torch.bincount(row, minlength=len(counts)) for row in drawn]).double()
+    values = scores((weights @ counts.double().flatten(1)).view(DRAWN, *counts.shape[1:]))
+    limits = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return {name: tuple(value.nanquantile(limits).tolist()) for name, value in values.items()}
+
+
+def class_rows(counts: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Name, pixels and IoU of each class that occurs. counts: (3, K)."""
+    found, truth, predicted = counts.tolist()
+    return [
+        {"name": name, "pixels": truth[i], "iou": found[i] / (truth[i] + predicted[i] - found[i])}
+        for i, name in enumerate(names)
+        if truth[i]
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def save_pictures(folder: Path, model: Segmenter, task: Task, view: WholeView, count: int) -> None:
+    """Image, truth and prediction of some test images, evenly spread, as PNG files."""
+    model.eval()
+    for index in np.linspace(0, len(view.source) - 1, min(count, len(view.source))).round().astype(np.int64).tolist():
+        image = view.source.load(index)
+        views = [torch.from_numpy(array) for array in view([image], epoch=0, indices=np.array([index]))]
+        masks = [views[1][0].numpy(), predict(model, task, views).cpu().numpy()]
+        name = "-".join(PurePath(view.source.key(index)).with_suffix(".png").parts)
+        write_picture(folder / name, draw(image, masks, view.source.classes))
+
+
+def draw(image: Pixels, masks: Sequence[Mask], names: Sequence[str]) -> Pixels:
+    """The image, then each mask as colors on it (ignored pixels white), and the names of the classes below."""
+    colors = np.array([*(color(index) for index in range(len(names))), (255, 255, 255)], np.uint8)  # IGNORED is last
+    panels = [image, *((0.35 * image + 0.65 * colors[mask]).astype(np.uint8) for mask in masks)]
+    scale = max(1, round(_PANEL / image.shape[0]))
+    canvas = np.concatenate([np.pad(panel, ((0, 0), (0, 4), (0, 0))) for panel in panels], axis=1)
+    canvas = cv2.resize(canvas, None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)
+    canvas = np.pad(canvas, ((0, 40), (0, 0), (0, 0)), constant_values=255)
+    right = 4
+    for index in np.unique([index for mask in masks for index in np.unique(mask) if index != IGNORED]).tolist():
+        right = 8 + write_label(canvas, names[index], right, canvas.shape[0] - 8, color(index))
+    return canvas
