@@ -18,7 +18,7 @@ from patchmix.report.figures import (
     show_mix,
     targets_figure,
 )
-from patchmix.report.style import look, save
+from patchmix.report.style import look, write
 from patchmix.settings import ShowMix
 
 
@@ -93,7 +93,8 @@ def test_the_three_target_matrices_are_those_of_the_losses() -> None:
 
 def test_figures_come_as_png_svg_and_pdf_only(tmp_path: Path) -> None:
     for ending, start in ((".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")):
-        assert save(patchmix_targets_figure(2), tmp_path / f"t{ending}").read_bytes().startswith(start)
+        (path,) = write({tmp_path / f"t{ending}": patchmix_targets_figure(2)})
+        assert path.read_bytes().startswith(start)
     with pytest.raises(ValueError, match="must end in"):
         show_mix(ShowMix("shapes:8", tmp_path / "mix.gif"))
     with pytest.raises(ValueError, match="at least 2"):

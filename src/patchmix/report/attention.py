@@ -28,11 +28,11 @@ HEAT = "inferno"  # lightness grows with the value: readable in gray, and withou
 def show_attention(settings: ShowAttention) -> list[Path]:
     """Draws the class token's attention in a block, one map per head, raw and overlaid, runs below each other."""
     check_suffix(settings.out)
-    backbones = load_all(settings.runs)
+    encoders = load_all(settings.runs)
     source, positions = chosen_images(settings)
     options: dict[str, Any] = {"block": settings.block, "size": settings.size, "device": settings.device}
-    maps = [(backbone.name, image_maps(backbone, source, positions, **options)) for backbone in backbones]
-    size = settings.size or max(backbone.architecture.image_size for backbone in backbones)
+    maps = [(name, image_maps(each, source, positions, **options)) for name, each in encoders]
+    size = settings.size or max(backbone.architecture.image_size for _, backbone in encoders)
     block = "the last block" if settings.block == -1 else f"block {settings.block}"
     title = f"attention of the class token in {block}"
     return write({settings.out: attention_figure(crop_batch(source, positions, size), maps, title=title)})

@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from patchmix.config import Config
 from patchmix.report.style import COLORS, check_suffix, look, style, write
 from patchmix.settings import ShowCurves
 from patchmix.study.compare import stored_config
@@ -42,6 +41,9 @@ def show_curves(settings: ShowCurves) -> list[Path]:
     check_suffix(settings.out)
     if not settings.runs:
         raise ValueError("there is no run to draw; give at least one run's folder")
+    for run in settings.runs:
+        if not (Path(run) / "metrics.jsonl").is_file():
+            raise ValueError(f"{run} has no metrics.jsonl; is it a run's folder?")
     histories = [read_history(run) for run in settings.runs]
     return write({settings.out: curves_figure(histories, axis=settings.axis, smoothing=settings.smoothing)})
 
@@ -93,14 +95,8 @@ class History:
 
 
 def read_history(run: str | Path) -> History:
-    """A run folder's metrics; raises a ValueError where it has none."""
-    if not (Path(run) / "metrics.jsonl").is_file():
-        raise ValueError(f"{run} has no metrics.jsonl; is it a run's folder?")
-    return folder_history(Path(run), stored_config(Path(run)))
-
-
-def folder_history(folder: Path, config: Config | None) -> History:
-    """What a folder has of metrics, perhaps nothing yet."""
+    """What a run's folder has of metrics, perhaps nothing yet."""
+    folder, config = Path(run), stored_config(Path(run))
     path, name = folder / "metrics.jsonl", folder.name or folder.resolve().name
     rows = read_metrics(path) if path.is_file() else []
     if config is None:

@@ -1,8 +1,8 @@
 """The images of figures and reports: as files and thumbnails, and as features of one or several encoders."""
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from patchmix.evaluate.features import FeatureExtractor, usual_resize
 from patchmix.evaluate.labeled import Subset
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
+
+Encoders = list[tuple[str, Backbone]]  # with their names
 
 
 class ImageFiles:
@@ -60,30 +62,22 @@ def open_images(data: str | Path | Sequence[Path], limit: int | None = None) -> 
     return source if limit is None or limit >= len(source) else Subset(source, limit)
 
 
-def crops(source: Source, positions: Sequence[int], size: int) -> dict[int, np.ndarray]:
-    """The center crops that evaluation takes, by position: uint8 (size, size, 3); gray where decoding fails."""
-    view = CenterCrop(size, resize=usual_resize(size))
-    out = {}
-    for position in positions:
-        try:
-            out[position] = view([source.load(position)], epoch=0, indices=np.array([position]))[0][0]
-        except DecodeError:
-            out[position] = np.full((size, size, 3), 128, np.uint8)
-    return out
-
-
 def crop_batch(source: Source, positions: Sequence[int], size: int) -> Tensor:
-    """The same as one tensor: uint8 (N, size, size, 3)."""
-    return torch.stack([torch.from_numpy(image) for image in crops(source, positions, size).values()])
+    """The center crops that evaluation takes, uint8 (N, size, size, 3); gray where decoding fails."""
+    view = CenterCrop(size, resize=usual_resize(size))
+    out = np.full((len(positions), size, size, 3), 128, np.uint8)
+    for i, position in enumerate(positions):
+        with suppress(DecodeError):
+            out[i] = view([source.load(position)], epoch=0, indices=np.array([position]))[0][0]
+    return torch.from_numpy(out)
 
 
-def load_all(runs: Sequence[str | Path]) -> list[Backbone]:
+def load_all(runs: Sequence[str | Path]) -> Encoders:
     """The encoders of runs, files or `timm:NAME`, with unique names."""
     if not runs:
         raise ValueError("there is no run to show; give at least one run's folder")
     backbones = [load_backbone(run) for run in runs]
-    names = unique_names([backbone.name for backbone in backbones])
-    return [dataclasses.replace(backbone, name=name) for backbone, name in zip(backbones, names, strict=True)]
+    return list(zip(unique_names([backbone.name for backbone in backbones]), backbones, strict=True))
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
@@ -108,8 +102,8 @@ class Gallery:
         return "" if self.labels is None else class_name(int(self.labels[row]), self.source.classes)
 
     def pictures(self, rows: Sequence[int], size: int = 96) -> dict[int, np.ndarray]:
-        images = crops(self.source, [self.positions[row] for row in rows], size)
-        return {row: images[self.positions[row]] for row in rows}
+        images = crop_batch(self.source, [self.positions[row] for row in rows], size)
+        return dict(zip(rows, images.numpy(), strict=True))
 
     def rows(self, images: Sequence[str | int], what: str) -> list[int]:
         """Rows of images that are given by position or path."""
@@ -130,16 +124,16 @@ class Gallery:
 
 
 def load_gallery(
-    backbones: Sequence[Backbone], data: str | Path, images: int | None, *, device: str = "auto", workers: int = 0
+    encoders: Encoders, data: str | Path, images: int | None, *, device: str = "auto", workers: int = 0
 ) -> Gallery:
-    """The images of `data` and their features, as kNN computes and stores them."""
+    """The images of `data` and their features by some encoders, as kNN computes and stores them."""
     source = open_images(data, images)
     runs = []
-    for backbone in backbones:
+    for name, backbone in encoders:
         pool = "mean" if backbone.encoder().cls_token is None else "token"
         options = {"device": resolve_device(device), "pool": pool, "workers": workers}
         features = FeatureExtractor(backbone, **options).features(source)  # type: ignore[arg-type]
-        runs.append((backbone.name, features.vectors))
+        runs.append((name, features.vectors))
     return Gallery(source, features.indices.tolist(), features.labels, runs)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 from matplotlib.patches import Patch
-from PIL import Image, features
+from PIL import Image
 from torch import Tensor
 
 from patchmix.evaluate.knn import HEADLINE_K, TEMPERATURE
@@ -125,9 +125,6 @@ def map_figure(gallery: Gallery, rows: Sequence[int], *, most: int | None = None
 
 def pack_explorer(gallery: Gallery, *, size: int = 64) -> dict[str, Any]:
     """What explorer.js reads: thumbnails of `size` px, names, labels, and for each run all neighbors and the map."""
-    if len(gallery) < 3:
-        raise ValueError(f"the explorer needs at least 3 images, not {len(gallery)}; give more data")
-    kind = "webp" if features.check("webp") else "jpeg"
     labels = None if gallery.labels is None else gallery.labels.tolist()
     most = min(HEADLINE_K, len(gallery) - 1)
     runs = []
@@ -142,8 +139,7 @@ def pack_explorer(gallery: Gallery, *, size: int = 64) -> dict[str, Any]:
             }
         )
     return {
-        "format": kind,
-        "thumbs": [_encoded(image, kind) for image in gallery.pictures(range(len(gallery)), size).values()],
+        "thumbs": [_webp(image) for image in gallery.pictures(range(len(gallery)), size).values()],
         "keys": [gallery.source.key(position) for position in gallery.positions],
         "labels": labels,
         "classes": labels and [class_name(i, gallery.source.classes) for i in range(max(labels) + 1)],
@@ -159,7 +155,7 @@ def _unit_square(plane: Tensor) -> list[float]:
     return [round(value, 3) for value in ((plane - low) / (high - low).clamp_min(1e-12)).flatten().tolist()]
 
 
-def _encoded(image: np.ndarray, kind: str) -> str:
+def _webp(image: np.ndarray) -> str:
     buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format=kind, quality=72)
+    Image.fromarray(image).save(buffer, format="webp", quality=72)
     return base64.b64encode(buffer.getvalue()).decode()

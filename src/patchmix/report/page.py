@@ -1,12 +1,11 @@
 """The report: one HTML file with a summary, curves, tables, figures and an explorer of neighbors."""
 
 import base64
-import dataclasses
 import hashlib
 import io
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.mixing import PatchMix
 from patchmix.report.attention import attention_figure, image_maps
-from patchmix.report.curves import History, curves_data, folder_history
+from patchmix.report.curves import History, curves_data, read_history
 from patchmix.report.figures import mix_figure, patchmix_targets_figure
-from patchmix.report.gallery import Gallery, crop_batch, load_gallery, spread, unique_names
+from patchmix.report.gallery import Encoders, Gallery, crop_batch, load_gallery, spread, unique_names
 from patchmix.report.neighbors import map_figure, pack_explorer
 from patchmix.report.similarity import gallery_similarity
 from patchmix.settings import Report
@@ -41,25 +40,25 @@ def report(settings: Report) -> Path:
     out = settings.out or (first if first.is_dir() else Path()) / "report.html"
     if out.suffix != ".html":
         raise ValueError(f"the report {out} must end in .html")
-    records = _renamed([read_record(run) for run in settings.runs])
-    backbones = [record.backbone for record in records if record.backbone is not None]
-    gallery = load_pictures(settings, records, backbones) if settings.images and backbones else None
+    records = read_records(settings.runs)
+    encoders = [(record.name, record.backbone) for record in records if record.backbone is not None]
+    gallery, pictures, explorer = None, {}, None
+    if settings.images and encoders:
+        data = settings.data or next((record.config.data.path for record in records if record.config), None)
+        if data is None:
+            raise ValueError("no run has a configuration with its data; give --data, or --images 0 for no pictures")
+        gallery = load_gallery(encoders, data, settings.images, device=settings.device, workers=settings.workers)
+        pictures, explorer = figures(gallery, records, encoders), pack_explorer(gallery)
     curves = curves_data([record.history for record in records])
-    text = (
-        environment()
-        .get_template("page.html")
-        .render(
-            records=records,
-            evaluations=evaluations(records),
-            costs=[cost(record) for record in records],
-            gallery=gallery,
-            figures={} if gallery is None else figures(gallery, records, backbones),
-            mapped=MAPPED,
-            data={
-                "curves": curves if curves["panels"] else None,
-                "explorer": None if gallery is None else pack_explorer(gallery),
-            },
-        )
+    page = environment().get_template("page.html")
+    text = page.render(
+        records=records,
+        evaluations=evaluations(records),
+        costs=[cost(record) for record in records],
+        gallery=gallery,
+        figures=pictures,
+        mapped=MAPPED,
+        data={"curves": curves if curves["panels"] else None, "explorer": explorer},
     )
     write_text(out, text)
     for record in records:
@@ -70,13 +69,8 @@ def report(settings: Report) -> Path:
 
 def environment() -> Environment:
     """Renders templates/: text is escaped, and `tojson` gives JSON that can't end its script element."""
-    made = Environment(
-        loader=PackageLoader("patchmix.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader("patchmix.report")
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     made.filters |= {"digest": _digest, "data_url": _data_url}
     made.globals |= {"asset": _asset, "verdict": verdict, "facts": facts}
@@ -146,17 +140,15 @@ def read_record(run: str | Path) -> Record:
         loaded: Backbone | None = load_backbone(run)
     except ValueError:  # no checkpoint yet: there are curves all the same
         loaded = None
-    return Record(folder, folder_history(folder, config), results, loaded, config)
+    return Record(folder, read_history(folder), results, loaded, config)
 
 
-def _renamed(records: Sequence[Record]) -> list[Record]:
-    """The same with unique names."""
-    renamed = []
-    for record, name in zip(records, unique_names([record.name for record in records]), strict=True):
-        history = dataclasses.replace(record.history, name=name)
-        backbone = record.backbone and dataclasses.replace(record.backbone, name=name)
-        renamed.append(dataclasses.replace(record, history=history, backbone=backbone))
-    return renamed
+def read_records(runs: Sequence[str | Path]) -> list[Record]:
+    """All runs, with unique names."""
+    records = [read_record(run) for run in runs]
+    names = unique_names([record.name for record in records])
+    histories = [replace(record.history, name=name) for record, name in zip(records, names, strict=True)]
+    return [replace(record, history=history) for record, history in zip(records, histories, strict=True)]
 
 
 def verdict(record: Record) -> tuple[str, bool]:
@@ -186,19 +178,20 @@ def verdict(record: Record) -> tuple[str, bool]:
 
 
 def facts(record: Record) -> dict[str, str | None]:
-    """What a run is, and how far it has come."""
+    """What a run is, and how far it has come; None: not known."""
     config, rank = record.config, record.history.last("rank")
-    facts = {"model": config.model.name if config else None}
+    model = config.model.name if config else None
     if record.backbone is not None:
         shape = record.backbone.architecture
         sizes = f"{shape.image_size} px, patch {shape.patch_size}, width {shape.dim}, {shape.depth} blocks"
-        facts["model"] = f"{shape.name}: {sizes}"
-    if config is not None:
-        facts["trained on"] = config.data.path
-        facts["recipe"] = f"{config.recipe} ({config.method.name}), batch {config.train.batch_size}"
-    facts["loss"] = _loss_progress(record.history)
-    facts["effective rank"] = None if rank is None else f"{rank:.4g}"
-    return facts
+        model = f"{shape.name}: {sizes}"
+    return {
+        "model": model,
+        "trained on": config and config.data.path,
+        "recipe": config and f"{config.recipe} ({config.method.name}), batch {config.train.batch_size}",
+        "loss": _loss_progress(record.history),
+        "effective rank": None if rank is None else f"{rank:.4g}",
+    }
 
 
 def _loss_progress(history: History) -> str | None:
@@ -257,18 +250,11 @@ def _duration(seconds: float) -> str:
 # ----------------------------------------------------------------------------------------------------------- pictures
 
 
-def load_pictures(settings: Report, records: Sequence[Record], backbones: Sequence[Backbone]) -> Gallery:
-    data = settings.data or next((record.config.data.path for record in records if record.config), None)
-    if data is None:
-        raise ValueError("no run has a configuration with its data; give --data, or --images 0 for no pictures")
-    return load_gallery(backbones, data, settings.images, device=settings.device, workers=settings.workers)
-
-
-def figures(gallery: Gallery, records: Sequence[Record], backbones: Sequence[Backbone]) -> dict[str, Figure]:
+def figures(gallery: Gallery, records: Sequence[Record], encoders: Encoders) -> dict[str, Figure]:
     """Similarity and the map; mixing and its targets if a run has mixed; attention if an encoder has a class token."""
     drawn = {
+        "map": map_figure(gallery, spread(len(gallery), MAPPED), most=3),  # first: it refuses too few images
         "similarity": gallery_similarity(gallery, gallery.queries((), 3)),
-        "map": map_figure(gallery, spread(len(gallery), MAPPED), most=3),
     }
     positions = [gallery.positions[row] for row in spread(len(gallery), 6)]
     for record in records:
@@ -280,9 +266,9 @@ def figures(gallery: Gallery, records: Sequence[Record], backbones: Sequence[Bac
             drawn["mixing"], _ = mix_figure(crop_batch(gallery.source, positions, shape.image_size), mix)
             drawn["targets"] = patchmix_targets_figure(parts)
             break
-    with_token = [backbone for backbone in backbones if "cls_token" in backbone.weights]
+    with_token = [(name, backbone) for name, backbone in encoders if "cls_token" in backbone.weights]
     if with_token:
-        size = max(backbone.architecture.image_size for backbone in with_token)
-        maps = [(backbone.name, image_maps(backbone, gallery.source, positions[::2])) for backbone in with_token]
+        size = max(backbone.architecture.image_size for _, backbone in with_token)
+        maps = [(name, image_maps(each, gallery.source, positions[::2])) for name, each in with_token]
         drawn["attention"] = attention_figure(crop_batch(gallery.source, positions[::2], size), maps)
     return drawn

@@ -21,15 +21,15 @@ from patchmix.settings import ShowPatches
 def show_patches(settings: ShowPatches) -> list[Path]:
     """Draws images beside their patches in colors, one column per run; patches that are alike have like colors."""
     check_suffix(settings.out)
-    backbones = load_all(settings.runs)
+    encoders = load_all(settings.runs)
     source, positions = chosen_images(settings)
     columns = []
-    for backbone in backbones:
+    for name, backbone in encoders:
         encoder, images = encoder_and_images(backbone, source, positions, size=settings.size, device=settings.device)
         with torch.no_grad():
             tokens = patch_tokens(encoder, images, [settings.block]).cpu()
-        columns.append((backbone.name, token_colors(tokens, foreground=settings.foreground)))
-    size = settings.size or max(backbone.architecture.image_size for backbone in backbones)
+        columns.append((name, token_colors(tokens, foreground=settings.foreground)))
+    size = settings.size or max(backbone.architecture.image_size for _, backbone in encoders)
     return write({settings.out: patches_figure(crop_batch(source, positions, size), columns)})
 
 

@@ -20,6 +20,7 @@ from patchmix.report.gallery import Gallery, load_all, load_gallery, spread
 from patchmix.report.style import COLORS, check_suffix, outline, picture, short, style, write
 from patchmix.settings import ShowSimilarity
 
+OTHERS = 4  # keys of classes that are neither the query's nor the related one
 KIND_COLORS = {"same class": COLORS[0], "related class": COLORS[1], "another class": COLORS[3], "key": COLORS[0]}
 
 
@@ -71,8 +72,7 @@ def nearest(vectors: Tensor, queries: Sequence[int], k: int) -> tuple[Tensor, Te
         raise ValueError(f"k is {k}; with {n} images it must lie between 1 and {n - 1}")
     check_finite(vectors, "the images")
     places, values = [], []
-    for start in range(0, len(queries), 1024):
-        part = torch.as_tensor(list(queries[start : start + 1024]))
+    for part in torch.as_tensor(list(queries)).split(1024):
         similarity = cosine(vectors[part], vectors)
         similarity[torch.arange(len(part)), part] = -torch.inf
         ordered = similarity.sort(dim=1, descending=True, stable=True)
@@ -91,17 +91,17 @@ class Comparison:
 
 
 def choose_keys(
-    query: int, labels: Tensor | None, vectors: Sequence[Tensor], *, others: int = 4, related: int | None = None
+    query: int, labels: Tensor | None, vectors: Sequence[Tensor], *, related: int | None = None
 ) -> Comparison:
     """Keys as in the paper's figure: in the middle one of the query's class, beside it two of a related class.
 
     The related class is `related`, or the one whose mean feature is nearest, averaged over the encoders in `vectors`,
-    (N, D) each. The `others` are one each of the remaining classes. Of a class the first image is taken, so that no
+    (N, D) each. OTHERS are one each of the remaining classes. Of a class the first image is taken, so that no
     encoder is favored. Without labels the keys are spread evenly over the set.
     """
     if labels is None:
-        spaced = [i for i in spread(len(vectors[0]), others + 4) if i != query]
-        return describe_keys(query, spaced[: others + 3], None)
+        spaced = [i for i in spread(len(vectors[0]), OTHERS + 4) if i != query]
+        return describe_keys(query, spaced[: OTHERS + 3], None)
     own = int(labels[query])
     order = _classes_by_nearness(own, labels, vectors)
     if related is not None:
@@ -114,7 +114,7 @@ def choose_keys(
         return [i for i in (labels == label).nonzero().flatten().tolist() if i != query][:count]
 
     near = first(order[0], 2) if order else []
-    far = [i for label in order[:0:-1][:others] for i in first(label, 1)]
+    far = [i for label in order[:0:-1][:OTHERS] for i in first(label, 1)]
     half = -(-len(far) // 2)
     keys = (*far[:half], *near[:1], *first(own, 1), *near[1:], *far[half:])
     return describe_keys(query, keys, labels, related=order[0] if order else None)

@@ -1,7 +1,7 @@
 """One look for all figures: colors for color-blind readers (Okabe and Ito), thin lines, no display needed."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +34,21 @@ RC: dict[str, Any] = {
 }
 
 
-@contextmanager
-def style() -> Iterator[None]:
-    """For `with style():`, or for a function that draws: `@style()`."""
-    with mpl.rc_context(RC):  # type: ignore[arg-type]
-        yield
+style = partial(mpl.rc_context, RC)  # type: ignore[arg-type]  # `@style()` stands above functions that draw
 
 
 def check_suffix(path: Path) -> None:
-    """Raises a ValueError for formats that `save` can't write; call it before the work."""
+    """Raises a ValueError for formats that `write` does not take; call it before the work."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"figure {path} must end in .png, .svg or .pdf")
 
 
-def save(figure: Figure, path: Path) -> Path:
-    """Writes PNG, SVG or PDF, by the file name's ending."""
-    check_suffix(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
-    return path
-
-
 def write(figures: Mapping[Path, Figure]) -> list[Path]:
-    """Saves figures and prints where."""
+    """Saves figures as PNG, SVG or PDF, by the file names' endings, and prints where."""
     for path, figure in figures.items():
-        print(f"wrote {save(figure, path)}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, bbox_inches="tight")
+        print(f"wrote {path}")
     return list(figures)
 
 

@@ -22,7 +22,7 @@ function startExplorer(root, data) {
   const nearest = ({ neighbors, cosines }, query, k) => neighbors[query].slice(0, k).map((place, rank) => [place, cosines[query][rank]]);
   const className = (i) => (data.labels ? data.classes[data.labels[i]] ?? `class ${data.labels[i]}` : "");
   const title = (i) => (data.labels ? `${className(i)}, ${data.keys[i]}` : data.keys[i]);
-  const image = (i) => make("img", { src: `data:image/${data.format};base64,${data.thumbs[i]}`, alt: "", loading: "lazy", decoding: "async" });
+  const image = (i) => make("img", { src: `data:image/webp;base64,${data.thumbs[i]}`, alt: "", loading: "lazy", decoding: "async" });
 
   // ------------------------------------------------------------------------------------------------ the grid
   const buttons = data.keys.map((_, i) => make("button", {
