@@ -187,8 +187,8 @@ def facts(record: Record) -> dict[str, str | None]:
         model = f"{shape.name}: {sizes}"
     return {
         "model": model,
-        "trained on": config and config.data.path,
-        "recipe": config and f"{config.recipe} ({config.method.name}), batch {config.train.batch_size}",
+        "trained on": config.data.path if config else None,
+        "recipe": f"{config.recipe} ({config.method.name}), batch {config.train.batch_size}" if config else None,
         "loss": _loss_progress(record.history),
         "effective rank": None if rank is None else f"{rank:.4g}",
     }

@@ -72,7 +72,7 @@ def nearest(vectors: Tensor, queries: Sequence[int], k: int) -> tuple[Tensor, Te
         raise ValueError(f"k is {k}; with {n} images it must lie between 1 and {n - 1}")
     check_finite(vectors, "the images")
     places, values = [], []
-    for part in torch.as_tensor(list(queries)).split(1024):
+    for part in torch.split(torch.as_tensor(list(queries)), 1024):
         similarity = cosine(vectors[part], vectors)
         similarity[torch.arange(len(part)), part] = -torch.inf
         ordered = similarity.sort(dim=1, descending=True, stable=True)
