@@ -1,6 +1,7 @@
 """Names and numbers → objects. The only place where configuration meets classes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -16,7 +17,7 @@ from patchmix.data.memory import check_decodable
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import View, Views
 from patchmix.device import autocast_dtype, check_compiler
-from patchmix.evaluate.monitor import monitor
+from patchmix.evaluate.monitor import LIDAR_IMAGES, lidar_monitor, monitor
 from patchmix.interop.backbone import check_weights
 from patchmix.methods.byol import BYOL
 from patchmix.methods.dino import DINO
@@ -162,20 +163,16 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
     )
 
 
-def build_evaluators(config: Config, source: Source, image_size: int, device: torch.device) -> list[Evaluator]:
-    """Health of the features of some training images, and kNN where they have labels."""
+def build_evaluators(
+    config: Config, method: Method, source: Source, image_size: int, device: torch.device
+) -> list[Evaluator]:
+    """Health of the features of some training images, kNN where they have labels, and LiDAR of the embeddings."""
     has_test = source.labels is not None and has_split(config.data.path, "test")
     test = open_source(config.data.path, "test") if has_test else None
-    runtime, views = config.runtime, config.views
+    bank, queries = config.runtime.monitor_bank, config.runtime.monitor_queries
+    common: dict[str, Any] = {"mean": config.views.mean, "std": config.views.std, "device": device}
+    two_views, few = build_views(config.views, image_size)[:2], min(LIDAR_IMAGES, bank)
     return [
-        monitor(
-            source,
-            test,
-            bank=runtime.monitor_bank,
-            queries=runtime.monitor_queries,
-            image_size=image_size,
-            mean=views.mean,
-            std=views.std,
-            device=device,
-        )
+        monitor(source, test, bank=bank, queries=queries, image_size=image_size, **common),
+        lidar_monitor(source, two_views, method.embed, images=few, seed=config.train.seed, **common),
     ]

@@ -130,7 +130,7 @@ def run_config(
                 checkpoints=checkpoints,
                 resume_from=state,
                 extra_state={"config": to_dict(config), "data": source.fingerprint()},
-                evaluators=build.build_evaluators(config, source, architecture.image_size, device),
+                evaluators=build.build_evaluators(config, method, source, architecture.image_size, device),
                 warning=collapse_warning,
                 on_bad_sample=BadSamples(log, limit=max(1, round(0.01 * len(source)))),
             )

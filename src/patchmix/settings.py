@@ -424,7 +424,9 @@ class Bench(Generic[Options]):
 
 @dataclass(frozen=True)
 class Doctor:
-    """Report what is active on this machine and what would make runs faster."""
+    """Report what would make runs faster on this machine; or of one run, how it goes and what to change first."""
 
+    folder: Annotated[Positional[Path | None], arg(name="run", metavar="RUN")] = None
+    """The run to examine, finished or not; by default the machine."""
     runs: Path = Path("runs")  # Folder for runs.
     as_json: Json = False  # Print JSON instead of a table.

@@ -1,23 +1,28 @@
-"""What is evaluated during pre-training: the health of the features, and kNN where images have labels."""
+"""What is evaluated during pre-training: the health of the features, LiDAR, and kNN where images have labels."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from patchmix import distributed
 from patchmix.data.contract import Source
-from patchmix.data.views import CenterCrop
+from patchmix.data.loader import one_pass
+from patchmix.data.views import CenterCrop, View, Views, to_float
 from patchmix.evaluate.features import Features, extract
 from patchmix.evaluate.knn import HEADLINE_K, knn_predict
 from patchmix.evaluate.labeled import Subset
 from patchmix.evaluate.protocol import accuracy
+from patchmix.interop.backbone import pooled
 from patchmix.train.loop import Evaluator
 
 # Below these a representation counts as collapsed; a random ViT and every healthy run are far above.
 COLLAPSED_RANK = 2.0
 COLLAPSED_COSINE = 0.99
+LIDAR_IMAGES, LIDAR_VIEWS = 256, 8
 
 
 def monitor(
@@ -57,6 +62,34 @@ def monitor(
     return evaluate
 
 
+def lidar_monitor(
+    train: Source,
+    views: Sequence[View],
+    embed: Callable[[nn.Module, Tensor], Tensor],
+    *,
+    images: int = LIDAR_IMAGES,
+    seed: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    device: torch.device,
+) -> Evaluator:
+    """LiDAR of some images, always in the same views; `embed` turns an encoder's features into embeddings."""
+    subset = Subset(train, images)
+    several = Views([views[i % len(views)] for i in range(LIDAR_VIEWS)], seed=seed)
+
+    def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+        part = [torch.empty(0, 0, 0)]  # each process computes one, and each gets all
+        share = {"rank": distributed.rank(), "world_size": distributed.world_size()}
+        for batch in one_pass(subset, several, batch_size=64, **share):
+            if len(batch.indices):
+                floats = [to_float(view.to(device), mean, std) for view in batch.views]
+                embedded = [embed(encoder, pooled(encoder, view, "token")).float().cpu() for view in floats]
+                part.append(torch.stack(embedded, dim=1))
+        yield "lidar", lidar(torch.cat(distributed.gather_rows(torch.cat(part[1:] or part), device)))
+
+    return evaluate
+
+
 def health(features: Tensor) -> Iterator[tuple[str, float]]:
     """Feature standard deviation, effective rank and mean cosine of pairs. features: (N, D)."""
     features = features.double()
@@ -71,8 +104,26 @@ def health(features: Tensor) -> Iterator[tuple[str, float]]:
 
 def effective_rank(features: Tensor) -> float:
     """RankMe (Garrido et al. 2023): exp of the entropy of the normalized singular values."""
-    singular = torch.linalg.svdvals(features.double())
-    p = singular / singular.sum().clamp_min(1e-12) + 1e-12
+    return _exp_entropy(torch.linalg.svdvals(features.double()))
+
+
+def lidar(embeddings: Tensor, delta: float = 1e-4) -> float:
+    """LiDAR (Thilak et al. 2024): the effective rank of Σ_w^-½ Σ_b Σ_w^-½, where every image is a class of its own.
+
+    It counts directions in which images differ more than the views of an image do. embeddings: (n images, q views, D).
+    """
+    n, q, dim = embeddings.shape
+    means = embeddings.double().mean(dim=1)
+    between = (means - means.mean(dim=0)) / math.sqrt(max(n - 1, 1))  # Σ_b = betweenᵀ · between
+    within = (embeddings.double() - means[:, None]).flatten(0, 1) / math.sqrt(n * (q - 1))
+    sigma_w = within.T @ within + delta * torch.eye(dim, dtype=torch.float64)
+    # With Σ_w = L·Lᵀ, the eigenvalues are those of L⁻¹·Σ_b·L⁻ᵀ: the squared singular values of L⁻¹·betweenᵀ.
+    whitened = torch.linalg.solve_triangular(torch.linalg.cholesky(sigma_w), between.T, upper=False)
+    return _exp_entropy(torch.linalg.svdvals(whitened).square())
+
+
+def _exp_entropy(values: Tensor) -> float:
+    p = values / values.sum().clamp_min(1e-12) + 1e-12
     return float(torch.exp(-(p * p.log()).sum()))
 
 

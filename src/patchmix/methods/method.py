@@ -44,6 +44,18 @@ class Method(nn.Module):
         copies = [module for module in self.children() if isinstance(module, MomentumCopy)]
         return copies[0].network[0] if copies else None
 
+    def embed(self, encoder: nn.Module, features: Tensor) -> Tensor:
+        """Features of the encoder, or of its momentum copy, as the loss compares them: (N, D) → (N, projection).
+
+        That is the output of the projection head, with running statistics; before the prototypes, where there are any.
+        """
+        heads = {module.network[0]: module.network[1] for module in self.children() if isinstance(module, MomentumCopy)}
+        heads[self.encoder] = getattr(self, "projector", None) or self.get_submodule("head")
+        head = heads[encoder].eval()
+        embedded: Tensor = (head.embed if isinstance(head, PrototypeHead) else head)(features)
+        head.train(self.training)
+        return embedded
+
     def fixed_parameters(self) -> Iterable[nn.Parameter]:
         """What the optimizer skips in this step, moments included. It must have a gradient all the same."""
         heads = [module for module in self.children() if isinstance(module, PrototypeHead)]

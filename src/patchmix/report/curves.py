@@ -22,6 +22,7 @@ LACKING = {"images": "config.yaml with its batch size", "hours": "times", "flops
 PANELS: dict[str, tuple[str, float]] = {
     "knn": ("kNN accuracy (%)", 100.0),
     "rank": ("effective rank of the features", 1.0),
+    "lidar": ("LiDAR of the embeddings", 1.0),
     "mean_cosine": ("mean cosine of random pairs", 1.0),
     "lr": ("learning rate", 1.0),
     "weight_decay": ("weight decay", 1.0),
