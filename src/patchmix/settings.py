@@ -97,6 +97,8 @@ class Knn(FewLabels):
 
     k: tuple[Count, ...] = ()
     """Numbers of neighbors; by default 10, 20, 100 and 200 as far as the data allows. The headline is 20."""
+    layers: tuple[Literal["all"] | Count, ...] = ()
+    """Numbers of blocks whose features are tested as well, or all; 1 is the first."""
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
     workers: Workers = 0  # Processes that load images.
     cache: bool = True  # Keep features on disk and reuse them.
@@ -112,7 +114,8 @@ class Linear(FewLabels):
     base_lr: Above0 | None = None
     """Learning rate of the paper's protocol for a batch of 256; by default 0.05, 0.02 and 0.01 for ViT-T, -S and -B."""
     batch_size: Count | None = None  # Batch size of the paper's protocol; by default 256 up to 64 px, 1024 above.
-    pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
+    pool: Literal["token", "mean", "attentive"] = "token"
+    """The class token, the mean over patch tokens, or a learned query that attends to them (fast protocol only)."""
     cache: bool = True  # Keep features on disk and reuse them.
 
 

@@ -12,6 +12,7 @@ from patchmix.settings import Detect, Finetune, Knn, Linear
     ("cls", "wrong", "message"),
     [
         (Knn, {"k": (0,)}, "greater than or equal to 1"),
+        (Knn, {"layers": ("most",)}, "layers"),
         (Linear, {"protocol": "slow"}, "protocol is 'slow'; it must be 'paper' or 'fast'"),
         (Linear, {"epochs": 0}, "epochs is 0; it must be .*greater than 0"),
         (Finetune, {"epochs": 0}, "epochs is 0; it must be greater than 0"),

@@ -75,6 +75,29 @@ def test_pools_are_the_token_and_the_mean_of_the_patches(backbone: Backbone) -> 
         extract(encoder, source, image_size=32, mean=MEAN, std=STD, device=CPU, pool="max")
 
 
+def test_all_pools_come_from_one_pass(backbone: Backbone) -> None:
+    source = shapes_source("train", 4)
+    encoder = backbone.encoder()
+    images = to_float(torch.from_numpy(np.stack([source.load(i) for i in range(4)])), MEAN, STD)
+    passes: list[int] = []
+    encoder.patch_embed.register_forward_hook(lambda *_: passes.append(1))
+    pools = ["token", "mean", "patches", "token-1", "mean-1", "token-2", "pixels"]
+    found = features.extract_all(encoder, source, pools, image_size=32, mean=MEAN, std=STD, device=CPU)
+    assert len(passes) == 1
+    with torch.no_grad():
+        x = encoder.norm_pre(encoder._pos_embed(encoder.patch_embed(images)))
+        first = encoder.blocks[0](x)
+        one, two = encoder.norm(first), encoder.norm(encoder.blocks[1](first))  # (4, 1 + 16, D)
+    wanted = {"token": two[:, 0], "mean": two[:, 1:].mean(dim=1), "token-2": two[:, 0]}
+    wanted |= {"token-1": one[:, 0], "mean-1": one[:, 1:].mean(dim=1)}
+    for pool, vectors in wanted.items():
+        torch.testing.assert_close(found[pool].vectors, vectors)
+    assert found["patches"].vectors.dtype == torch.float16
+    torch.testing.assert_close(found["patches"].vectors.float(), two[:, 1:], rtol=1e-3, atol=1e-3)
+    halves = images.unflatten(3, (16, 2)).unflatten(2, (16, 2)).mean(dim=(3, 5))
+    torch.testing.assert_close(found["pixels"].vectors, halves.flatten(1))
+
+
 def test_an_encoder_of_one_channel_sees_the_mean_of_three() -> None:
     found = FeatureExtractor(make_backbone(in_chans=1), device=CPU).features(shapes_source("train", 3))
     assert found.vectors.shape == (3, 24)
@@ -132,13 +155,13 @@ class Counting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs = 0
-        original = features.extract
+        original = features.extract_all
 
         def counted(*args: object, **kwargs: object) -> object:
             self.runs += 1
             return original(*args, **kwargs)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(features, "extract", counted)
+        monkeypatch.setattr(features, "extract_all", counted)
 
 
 def test_a_second_reading_does_not_run_the_encoder(

@@ -154,7 +154,7 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     backbone.save(tmp_path / "encoder.safetensors")
-    monkeypatch.setattr("patchmix.evaluate.features.extract", lambda *_, **__: pytest.fail("the encoder ran"))
+    monkeypatch.setattr("patchmix.evaluate.features.extract_all", lambda *_, **__: pytest.fail("the encoder ran"))
     with pytest.raises(SystemExit) as stop:
         main([words[0], str(tmp_path / "encoder.safetensors"), "--data", str(class_folder), *words[1:]])
     error = capsys.readouterr().err

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchmix.evaluate import knn
+from patchmix.data.contract import Source
+from patchmix.evaluate import features, knn
 from patchmix.evaluate.knn import fitting_ks, knn_predict
 from patchmix.evaluate.protocol import accuracy
 from patchmix.evaluate.results import read_results
@@ -173,7 +174,7 @@ def test_an_evaluation_says_how_and_keeps_the_result(backbone: Backbone, tmp_pat
 
 
 def test_a_k_above_the_bank_fails_before_the_work(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchmix.evaluate.features.extract", lambda *_, **__: pytest.fail("the encoder ran"))
+    monkeypatch.setattr("patchmix.evaluate.features.extract_all", lambda *_, **__: pytest.fail("the encoder ran"))
     with pytest.raises(ValueError, match="k is 200, but only 50 labeled images"):
         knn.knn(Knn("", "shapes:50", k=(20, 200)), backbone)
 
@@ -186,3 +187,32 @@ def test_without_a_test_split_one_is_left_out(backbone: Backbone, class_folder: 
     assert result.top1 == 1.0
     with pytest.raises(ValueError, match=re.escape("k is 12, but only 11")):
         knn.knn(Knn("", str(class_folder), k=(12,)), backbone)
+
+
+def test_every_block_in_one_pass(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = knn.knn(Knn("", "shapes:150", cache=False), backbone)
+    passes = count_passes(monkeypatch)
+    result = knn.knn(Knn("", "shapes:150", layers=("all",), cache=False), backbone)
+    assert passes == [150, 2000]
+    assert {name: value for name, value in result.metrics.items() if "block" not in name} == plain.metrics
+    blocks = {name: value for name, value in result.metrics.items() if "block" in name}
+    assert list(blocks) == ["top1 of block 1", "top1 of block 2"]
+    assert blocks["top1 of block 2"] == result.top1
+    assert result.details["best_block"] == max((1, 2), key=lambda block: blocks[f"top1 of block {block}"])
+    first = knn.knn(Knn("", "shapes:150", layers=(1,), pool="mean", shots=2, draws=2), backbone)
+    assert 0 < first.metrics["top1 of block 1"] < 1 and first.details["best_block"] == 1
+    with pytest.raises(ValueError, match="--layers 3: the encoder has 2 blocks; use numbers from 1 to 2, or all"):
+        knn.knn(Knn("", "shapes:150", layers=(1, 3)), backbone)
+
+
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The images of each pass over a source, from now on."""
+    passes: list[int] = []
+    original = features.extract_all
+
+    def counted(encoder: object, source: Source, *args: object, **kwargs: object) -> object:
+        passes.append(len(source))
+        return original(encoder, source, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(features, "extract_all", counted)
+    return passes

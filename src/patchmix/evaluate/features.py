@@ -1,6 +1,6 @@
 """Features of a set of images: computed in one pass over all processes, kept on disk, or written to a file.
 
-Shapes: N images of the source that can be decoded, D = the encoder's width.
+Shapes: N images of the source that can be decoded, of T patches; D = the encoder's width.
 """
 
 import contextlib
@@ -19,28 +19,34 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.loader import one_pass
 from patchmix.data.sources import open_source
-from patchmix.data.views import CenterCrop, to_float
+from patchmix.data.views import CenterCrop, as_channels, to_float
 from patchmix.device import resolve_device
 from patchmix.files import cache_folder, prune, replacing, writing
-from patchmix.interop.backbone import Backbone, Pool, pooled
+from patchmix.interop.backbone import Backbone, pooled
 from patchmix.interop.loading import load_backbone
 from patchmix.progress import progress_bar
 from patchmix.settings import Embed
 
+PIXELS = 16  # side of the images whose pixels are features, for comparison
 LAYERS: dict[str, str] = {
     "token": "class token after the last norm",
     "mean": "mean of the patch tokens after the last norm",
+    "patches": "patch tokens after the last norm",
+    "pixels": f"pixels at {PIXELS} px",
 }
 SMALL_IMAGES = 64  # up to here images are evaluated whole, above with the usual margin of 8/7 (256 → 224)
 KEPT_BYTES = 10 * 2**30  # of all features on disk together; beyond that, those unused for longest go
+_MOST_BYTES = 8 * 2**30  # of patch tokens that may be held in memory
 _VERSION = 1  # part of every key: raise it when the same arguments give other features
 
 
@@ -48,13 +54,15 @@ _VERSION = 1  # part of every key: raise it when the same arguments give other f
 class Features:
     """An encoder's output for a source, in the source's order."""
 
-    vectors: Tensor  # (N, D), float32, on the CPU
+    vectors: Tensor  # (N, D), float32, on the CPU; patch tokens: (N, T, D), float16
     labels: Tensor | None  # (N,)
     indices: Tensor  # (N,), positions in the source
 
     def at(self, positions: npt.NDArray[np.int64]) -> "Features":
         """Those of some of the source's images."""
         rows = torch.isin(self.indices, torch.from_numpy(positions))
+        if bool(rows.all()):
+            return self
         return Features(self.vectors[rows], None if self.labels is None else self.labels[rows], self.indices[rows])
 
     @staticmethod
@@ -68,7 +76,7 @@ class FeatureExtractor:
 
     backbone: Backbone
     device: torch.device
-    pool: Pool = "token"
+    pool: str = "token"  # one of LAYERS
     resize: int | None = None  # shorter side before the center crop; None: `usual_resize` of the encoder's image size
     workers: int = 0
     batch_size: int = 256
@@ -85,51 +93,73 @@ class FeatureExtractor:
 
     def features(self, source: Source) -> Features:
         """(N, D) features with labels, in the source's order, on every process."""
-        how: dict[str, Any] = {"image_size": self.image_size, "resize": self.resize, "pool": self.pool}
+        return self.all_features(source, [self.pool])[self.pool]
+
+    def all_features(self, source: Source, pools: Sequence[str]) -> dict[str, Features]:
+        """Features of several pools (see `pooled_all`): those that are not on disk are computed in one pass."""
+        shape = self.backbone.architecture
+        size = 2 * len(source) * (shape.image_size // shape.patch_size) ** 2 * shape.dim
+        if "patches" in pools and size > _MOST_BYTES:
+            raise ValueError(
+                f"the patch tokens of the {len(source):,} images of {source.name} take {size / 2**30:.0f} GB, at most "
+                f"{_MOST_BYTES >> 30} GB are held; give fewer images, or use --pool mean"
+            )
+        how: dict[str, Any] = {"image_size": self.image_size, "resize": self.resize}
         how |= {"mean": self.backbone.mean, "std": self.backbone.std}
         # the number of heads shows in the architecture, but in no weight
-        origin = [_VERSION, self._digest, repr(self.backbone.architecture), source.fingerprint()]
-        key = hashlib.sha256(json.dumps([*origin, how], sort_keys=True).encode()).hexdigest()[:40]
-        path = cache_folder("features") / f"{key}.safetensors"
-        kept = _load(path, source) if self.cache else None
-        # All processes read, or all compute: a home folder need not be shared between machines.
-        if not distributed.any_process(kept is None, self.device):
-            assert kept is not None
-            return kept
-        encoder = self.backbone.encoder().to(self.device)
-        work: dict[str, Any] = {"device": self.device, "batch_size": self.batch_size, "workers": self.workers}
-        features = extract(encoder, source, **how, **work, progress=True)
-        check_finite(features.vectors, source.name)
-        if self.cache and distributed.is_main():
-            _keep(path, features)
-        return features
+        origin = [_VERSION, self._digest, repr(shape), source.fingerprint()]
+        paths, found = {}, {}
+        for pool in pools:
+            key = json.dumps([*origin, how | {"pool": pool}], sort_keys=True).encode()
+            paths[pool] = cache_folder("features") / f"{hashlib.sha256(key).hexdigest()[:40]}.safetensors"
+            kept = _load(paths[pool], source) if self.cache else None
+            # All processes read, or all compute: a home folder need not be shared between machines.
+            if not distributed.any_process(kept is None, self.device):
+                assert kept is not None
+                found[pool] = kept
+        if missing := [pool for pool in pools if pool not in found]:
+            encoder = self.backbone.encoder().to(self.device)
+            work: dict[str, Any] = {"device": self.device, "batch_size": self.batch_size, "workers": self.workers}
+            for pool, features in extract_all(encoder, source, missing, **how, **work, progress=True).items():
+                check_finite(features.vectors, source.name)
+                if self.cache and distributed.is_main():
+                    _keep(paths[pool], features)
+                found[pool] = features
+        return found
+
+
+def extract(encoder: nn.Module, source: Source, *, pool: str = "token", **how: Any) -> Features:
+    """`extract_all` of one pool."""
+    return extract_all(encoder, source, [pool], **how)[pool]
 
 
 @torch.inference_mode()
-def extract(
+def extract_all(
     encoder: nn.Module,
     source: Source,
+    pools: Sequence[str],
     *,
     image_size: int,
     resize: int | None = None,
     mean: Sequence[float],
     std: Sequence[float],
     device: torch.device,
-    pool: str = "token",
     batch_size: int = 256,
     workers: int = 0,
     progress: bool = False,
-) -> Features:
-    """One pass over the source, whose images are resized on their shorter side and center-cropped.
+) -> dict[str, Features]:
+    """Features of each pool by one pass over the source, resized on the shorter side and center-cropped.
 
     Under torchrun every process must call this: each takes a part, and each gets the features of all, in the source's
     order. `encoder` is on `device` and keeps its mode. Images that can't be decoded are left out.
     """
-    if pool not in LAYERS:
-        raise ValueError(f"pool is {pool!r}; it must be token (class token) or mean (of the patch tokens)")
+    for pool in pools:
+        if pool.partition("-")[0] not in LAYERS:
+            raise ValueError(f"pool is {pool!r}; it must be token (class token) or mean (of the patch tokens)")
     world_size = distributed.world_size()
     share = {"rank": distributed.rank(), "world_size": world_size, "batch_size": batch_size, "workers": workers}
-    vectors, indices = [torch.empty(0, 0)], [torch.empty(0, dtype=torch.int64)]
+    vectors: dict[str, list[Tensor]] = {pool: [] for pool in pools}
+    indices = [torch.empty(0, dtype=torch.int64)]
     was_training = encoder.training
     encoder.eval()
     try:
@@ -138,7 +168,8 @@ def extract(
             for batch in one_pass(source, CenterCrop(image_size, resize=resize), **share):
                 if len(batch.indices):
                     images = to_float(batch.views[0].to(device, non_blocking=True), mean, std)
-                    vectors.append(pooled(encoder, images, pool).float().cpu())
+                    for pool, features in pooled_all(encoder, images, pools).items():
+                        vectors[pool].append(features.to(_dtype(pool)).cpu())
                     indices.append(batch.indices)
                 advance(len(batch.indices) + len(batch.bad))
     finally:
@@ -146,7 +177,47 @@ def extract(
     every = torch.cat(distributed.gather_rows(torch.cat(indices), device))
     if not len(every):
         raise ValueError(f"{source.name} has no image that can be decoded; check its files")
-    return Features.of(source, torch.cat(distributed.gather_rows(torch.cat(vectors[1:] or vectors), device)), every)
+    found = {}
+    for pool, parts in vectors.items():
+        empty = torch.empty(0, *[0] * (2 if pool == "patches" else 1), dtype=_dtype(pool))
+        rows = distributed.gather_rows(torch.cat(parts or [empty]), device)
+        parts.clear()
+        found[pool] = Features.of(source, torch.cat(rows), every)
+    return found
+
+
+def _dtype(pool: str) -> torch.dtype:
+    return torch.float16 if pool == "patches" else torch.float32
+
+
+def pooled_all(encoder: nn.Module, images: Tensor, pools: Sequence[str]) -> dict[str, Tensor]:
+    """(N, 3, H, W) → for each pool (N, D), or (N, T, D) for "patches", in one pass of the encoder.
+
+    "token-3" and "mean-3" are those after block 3 (1 is the first) and the encoder's last norm; "pixels" need no pass.
+    """
+    found = {"pixels": F.interpolate(images, PIXELS, mode="area").flatten(1)} if "pixels" in pools else {}
+    if len(rest := [pool for pool in pools if pool != "pixels"]) == 1 and rest[0] in ("token", "mean"):
+        return found | {rest[0]: pooled(encoder, images, rest[0])}
+    if not rest:
+        return found
+    assert isinstance(encoder, VisionTransformer), "tokens need a timm ViT"
+    images = as_channels(images, int(encoder.patch_embed.proj.in_channels))
+    names = {pool: pool.partition("-") for pool in rest}
+    blocks = {pool: int(block or len(encoder.blocks)) for pool, (_, _, block) in names.items()}
+    wanted = sorted(set(blocks.values()))
+    outputs: Any = encoder.forward_intermediates(
+        images,
+        indices=[block - 1 for block in wanted],
+        return_prefix_tokens=True,
+        norm=True,
+        output_fmt="NLC",
+        intermediates_only=True,
+    )
+    after = dict(zip(wanted, outputs, strict=True))  # patch tokens (N, T, D) and prefix tokens
+    for pool, (kind, _, _) in names.items():
+        patches, prefix = after[blocks[pool]]
+        found[pool] = prefix[:, 0] if kind == "token" else patches.mean(dim=1) if kind == "mean" else patches
+    return found
 
 
 def usual_resize(image_size: int) -> int:
@@ -158,7 +229,7 @@ def check_finite(vectors: Tensor, whose: str) -> None:
     """A ValueError where a feature is NaN or infinite: its similarities would mean nothing."""
     if bool(torch.isfinite(vectors.sum(dtype=torch.float64))):  # one number that is not would show in the sum
         return
-    finite = torch.isfinite(vectors).all(dim=1)
+    finite = torch.isfinite(vectors).flatten(1).all(dim=1)
     if not bool(finite.all()):
         rows = finite.logical_not().nonzero().flatten()
         raise ValueError(

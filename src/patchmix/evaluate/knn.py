@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.evaluate.features import Features, check_finite
+from patchmix.evaluate.features import check_finite
 from patchmix.evaluate.protocol import accuracy, open_task, wants_few_labels
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone
@@ -33,38 +33,64 @@ def knn(settings: Knn, backbone: Backbone | None = None) -> Result:
     Without a test split, every training image is classified by all the others (leave-one-out). Metrics: "top1" and
     "top5" at the headline k (20, or the first k given), and "top1@k" for each k; top-5 only where there are more than
     five classes. With few labels, the means over their draws, and a fifth of the images is held out where there is no
-    test split. `backbone` takes the place of `settings.weights`.
+    test split. With `settings.layers`, "top1 of block 3" at the headline k for each of these blocks, whose tokens pass
+    through the last norm. `backbone` takes the place of `settings.weights`.
     """
     with open_task(settings, backbone, needs_test=wants_few_labels(settings)) as task:
         data, draws = task.data, task.draws()
         leave_one_out = data.test is None
         if settings.k:
             check_ks(settings.k, min(map(len, draws)) - int(leave_one_out))  # before the long part
-        extractor = task.extractor()
-        bank = extractor.features(data.train)
-        queries = bank if data.test is None else extractor.features(data.test)
-        banks = [bank.at(positions) for positions in draws]
-        ks = tuple(dict.fromkeys(settings.k)) or fitting_ks(min(len(each.vectors) for each in banks) - leave_one_out)
+        pool, depth = settings.pool, task.backbone.architecture.depth
+        blocks = {
+            block: pool if block == depth else f"{pool}-{block}" for block in chosen_blocks(settings.layers, depth)
+        }
+        extractor, pools = task.extractor(), list(dict.fromkeys([pool, *blocks.values()]))
+        bank = extractor.all_features(data.train, pools)
+        queries = bank if data.test is None else extractor.all_features(data.test, pools)
+        voters = min(len(bank[pool].at(positions).vectors) for positions in draws)
+        ks = tuple(dict.fromkeys(settings.k)) or fitting_ks(voters - int(leave_one_out))
         headline = HEADLINE_K if HEADLINE_K in ks else ks[0]
         tops = (1, 5) if data.classes > 5 else (1,)
-
-        def metrics(bank: Features) -> dict[str, float]:
-            assert bank.labels is not None and queries.labels is not None
-            how: dict[str, Any] = {"ks": ks, "leave_one_out": leave_one_out, "device": task.device, "progress": True}
-            predicted = knn_predict(bank.vectors, bank.labels, queries.vectors, **how)
-            found = {f"top{top}": accuracy(predicted[headline], queries.labels, top) for top in tops}
+        truth = queries[pool].labels
+        assert truth is not None
+        found = []
+        for positions in draws:
+            predicted = {}
+            for each in pools:
+                voting = bank[each].at(positions)
+                assert voting.labels is not None
+                how: dict[str, Any] = {"ks": ks if each == pool else [headline], "leave_one_out": leave_one_out}
+                how |= {"device": task.device, "progress": True}
+                predicted[each] = knn_predict(voting.vectors, voting.labels, queries[each].vectors, **how)
+            metrics = {f"top{top}": accuracy(predicted[pool][headline], truth, top) for top in tops}
             for k in ks:
-                found |= {f"top{top}@{k}": accuracy(predicted[k], queries.labels, top) for top in tops}
-            return found
-
+                metrics |= {f"top{top}@{k}": accuracy(predicted[pool][k], truth, top) for top in tops}
+            for block, name in blocks.items():
+                metrics[f"top1 of block {block}"] = accuracy(predicted[name][headline], truth)
+            found.append(metrics)
         record = {
             "k": headline,
             "temperature": TEMPERATURE,
             **extractor.record(),
-            "bank": len(banks[0].vectors),
+            "bank": voters,
             "test": "leave-one-out" if leave_one_out else data.tested_on,
         }
-        return task.result_over_draws("knn", [metrics(each) for each in banks], len(queries.vectors), record)
+        details: dict[str, Any] = {}
+        if blocks:
+            best = max(blocks, key=lambda block: sum(metrics[f"top1 of block {block}"] for metrics in found))
+            details = {"best_block": best, "best": "chosen on the test images"}
+        return task.result_over_draws("knn", found, len(truth), record, details)
+
+
+def chosen_blocks(layers: Sequence[str | int], depth: int) -> list[int]:
+    """Numbers of blocks from 1 to `depth`, in order."""
+    chosen = sorted({block for each in layers for block in (range(1, depth + 1) if each == "all" else [int(each)])})
+    if chosen and chosen[-1] > depth:
+        raise ValueError(
+            f"--layers {chosen[-1]}: the encoder has {depth} blocks; use numbers from 1 to {depth}, or all"
+        )
+    return chosen
 
 
 @torch.inference_mode()

@@ -5,6 +5,7 @@ Shapes: N images, D = the encoder's width, K classes.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.data.views import View, Views
-from patchmix.evaluate import sweep
+from patchmix.evaluate import attentive, sweep
 from patchmix.evaluate.features import FeatureExtractor, Features
 from patchmix.evaluate.labeled import held_out
 from patchmix.evaluate.protocol import (
@@ -53,6 +54,9 @@ def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
     fast = settings.protocol == "fast"
     if fast and (settings.base_lr is not None or settings.batch_size is not None):
         raise ValueError("the fast protocol tries learning rates by itself; leave out --base-lr and --batch-size")
+    by_attention = settings.pool == "attentive"
+    if by_attention and not fast:
+        raise ValueError("--pool attentive learns from stored patch tokens; add --protocol fast")
     if wants_few_labels(settings) and not fast:
         raise ValueError("--shots and --fraction need the fast protocol; add --protocol fast")
     with open_task(settings, backbone, needs_test=True, many_passes=not fast) as task:
@@ -62,13 +66,17 @@ def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
         test = extractor.features(data.test)
         if fast:
             train = extractor.features(data.train)
-            outcomes = [_fast(settings, data.classes, train.at(positions), test, task.device) for positions in draws]
+            parts = [train.at(positions) for positions in draws]
+            one = partial(_attentive, heads=task.backbone.architecture.heads) if by_attention else _fast
+            outcomes = [one(settings, data.classes, part, test, task.device) for part in parts]
         else:
             outcomes = [_paper(settings, task, extractor, test)]
-        metrics, (record, *_), (details, *_) = zip(*outcomes, strict=True)
+        metrics, (record, *_), (details, *more) = zip(*outcomes, strict=True)
         record |= extractor.record() | {"seed": settings.seed, "test": data.tested_on}
-        details["best"] = "chosen on the test images"
-        name = "linear-fast" if fast else "linear"
+        details = {} if more else details
+        if "best_epoch" in details:
+            details["best"] = "chosen on the test images"
+        name = "attentive" if by_attention else "linear-fast" if fast else "linear"
         return task.result_over_draws(name, metrics, len(test.vectors), record, details)
 
 
@@ -101,6 +109,7 @@ class LinearMethod(SupervisedMethod):
 
 
 def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Features) -> Outcome:
+    assert settings.pool != "attentive"
     data, device, size, seed = task.data, task.device, extractor.image_size, settings.seed
     batch_size = settings.batch_size or usual_batch(size, len(data.train), multiple=distributed.world_size())
     plan: dict[str, Any] = {
@@ -173,3 +182,27 @@ def _fast(settings: Linear, classes: int, train: Features, test: Features, devic
     metrics["best_top1"] = tested[best_epoch].top1
     details |= {"relative_lr": best.lr, "weight_decay": best.decay, "best_epoch": float(best_epoch)}
     return metrics, {"epochs": float(epochs), **record, "augmentation": "none"}, details
+
+
+def _attentive(
+    settings: Linear, classes: int, train: Features, test: Features, device: torch.device, *, heads: int
+) -> Outcome:
+    """As `_fast`, with the learning rate chosen on held-out images."""
+    assert train.labels is not None and test.labels is not None
+    epochs = attentive.usual_epochs(len(train.vectors)) if settings.epochs is None else max(1, round(settings.epochs))
+    options: dict[str, Any] = {"classes": classes, "heads": heads, "epochs": epochs, "seed": settings.seed}
+    options["device"] = device
+    lr, details = attentive.LRS[0], {}
+    if int(train.labels.bincount().max()) > 1:
+        held = torch.from_numpy(held_out(train.labels.numpy(), CHOOSE_ON))
+        rest, truth = (~held).nonzero().flatten(), train.labels[held]
+        scores = {}
+        for each in attentive.LRS:
+            probe = attentive.fit(train.vectors, train.labels, lr=each, rows=rest, **options)
+            scores[each] = top_accuracies(attentive.logits(probe, train.vectors[held]), truth)["top1"]
+        lr = max(scores, key=lambda each: scores[each])
+        details = {"held_out_top1": scores[lr]}
+    probe = attentive.fit(train.vectors, train.labels, lr=lr, **options)
+    metrics = top_accuracies(attentive.logits(probe, test.vectors), test.labels)
+    record = {"epochs": float(epochs), "candidates": len(attentive.LRS), "optimizer": "AdamW", "augmentation": "none"}
+    return metrics, record, {"lr": lr, **details}

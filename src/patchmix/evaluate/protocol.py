@@ -48,6 +48,7 @@ class Task:
     def extractor(self) -> FeatureExtractor:
         """For protocols on frozen features."""
         options = {name: getattr(self.settings, name) for name in ("pool", "resize", "workers", "cache")}
+        options["pool"] = "patches" if options["pool"] == "attentive" else options["pool"]
         return FeatureExtractor(self.backbone, self.device, **options)
 
     def fit(
@@ -114,7 +115,7 @@ class Task:
             {name: mean for name, (mean, _) in means.items()},
             images,
             settings | {"shots": few.shots, "fraction": few.fraction, "draws": few.draws, "seed": few.seed},
-            {"top1_of_draws": [metrics["top1"] for metrics in found]},
+            {**(details or {}), "top1_of_draws": [metrics["top1"] for metrics in found]},
             {name: interval for name, (_, interval) in means.items()},
         )
 

@@ -22,6 +22,7 @@ PROTOCOL_NAMES: dict[str, str] = {
     "knn": "kNN",
     "linear": "linear (paper's protocol)",
     "linear-fast": "linear (fast: sweep on stored features)",
+    "attentive": "attentive probe (on stored patch tokens)",
     "finetune": "fine-tune",
     "detect": "detection (box / mask AP)",
     "segment": "segmentation (mIoU)",

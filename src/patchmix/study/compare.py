@@ -17,6 +17,7 @@ PROTOCOLS = {
     "knn": "kNN",
     "linear": "linear",
     "linear-fast": "linear (fast)",
+    "attentive": "attentive",
     "finetune": "fine-tune",
     "detect": "box / mask AP",
     "segment": "mIoU",
