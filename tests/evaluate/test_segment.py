@@ -308,9 +308,15 @@ def test_coco_instances_and_panoptic_segments_are_semantic_classes(tmp_path: Pat
     assert data.train.classes == ("disc", "rectangle", "never seen") and isinstance(data.test, Masked)
     mask = data.test.mask(0)
     assert (mask[2:20, 3:30] == 1).all() and (mask[30:40, 10:20] == 0).all() and mask[0, 0] == IGNORED
+    with pytest.raises(ValueError, match="leave out --class-names"):
+        open_masks(tmp_path, ignored=(), names=tmp_path / "names.txt")
     (tmp_path / "annotations/panoptic_val2017/0.png").unlink()
     with pytest.raises(ValueError, match=r"panoptic_val2017/0\.png: not an image"):
         data.test.mask(0)
+    file = tmp_path / "annotations/panoptic_val2017.json"
+    file.write_text(file.read_text().replace("never seen", "another"))
+    with pytest.raises(ValueError, match=r"panoptic_val2017\.json has other categories than panoptic_train2017"):
+        open_masks(tmp_path, ignored=())
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
@@ -351,6 +357,7 @@ def no_masks(root: Path) -> None:
         (lambda root: None, ["--ignore-index", "4", "7", "255"], "have the classes [9], without the ignored"),
         (lambda root: None, ["--test", "val"], "has no split 'val' with images and masks; it has test"),
         (lambda root: None, ["--blocks", "2"], "block is 2; it must lie between -2 and 1"),
+        (lambda root: None, ["--blocks"], "block is missing; it must lie between"),
         (lambda root: None, ["--image-size", "36"], "image size 36 must be a multiple of the patch size 8"),
     ],
 )

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from patchmix import distributed
 from patchmix.data.contract import Indices, Source
 from patchmix.data.decode import decode, size_of
 from patchmix.data.folder import FolderSource
@@ -72,6 +73,8 @@ def open_masks(data: Path, *, ignored: Sequence[int], names: Path | None = None,
     if held is None:
         chosen = held_out(np.zeros(len(train), np.int64), HELD_OUT)
         train, held = [train.changed(positions=train.positions[part]) for part in (~chosen, chosen)]
+    if coco and names:
+        raise ValueError(f"{data} is COCO's, whose annotations have class names; leave out --class-names")
     known = read_names(names) if names else dict(enumerate(train.classes))
     if not coco:
         found = _occurring(train, known, ignored)
@@ -172,7 +175,8 @@ def _occurring(source: Masked, known: Mapping[int, str], ignored: Sequence[int])
         return found
 
     found: set[int] = set()
-    with ThreadPoolExecutor() as pool, progress_bar(f"masks of {source.name}", len(source)) as advance:
+    bar = progress_bar(f"masks of {source.name}", len(source), distributed.is_main())
+    with ThreadPoolExecutor() as pool, bar as advance:
         for part in pool.map(indices_of, source.positions.tolist()):
             found |= part
             advance(1)
@@ -194,6 +198,8 @@ def _open_coco(data: Path, kind: str, test: str) -> list[Masked]:
         source = Masked(images, partial(_coco_mask, images, file.with_suffix("") if kind == "panoptic" else None))
         classes = images.classes if kind == "panoptic" else ("background", *images.classes)
         sources.append(source.changed(classes=classes))
+    if sources[0].classes != sources[1].classes:
+        raise ValueError(f"{kind}_{test}.json has other categories than {kind}_train2017.json; both must be the same")
     return sources
 
 

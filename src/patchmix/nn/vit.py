@@ -137,8 +137,9 @@ def patch_size_of(encoder: VisionTransformer) -> int:
 def check_blocks(encoder: VisionTransformer, blocks: Sequence[int]) -> list[int]:
     """Numbers of blocks, each once and increasing, counted from 0; negative ones are counted from the end."""
     depth = len(encoder.blocks)
-    if wrong := [block for block in blocks if not -depth <= block < depth]:
-        raise ValueError(f"block is {wrong[0]}; it must lie between {-depth} and {depth - 1}")
+    wrong = [block for block in blocks if not -depth <= block < depth]
+    if wrong or not blocks:
+        raise ValueError(f"block is {wrong[0] if wrong else 'missing'}; it must lie between {-depth} and {depth - 1}")
     return sorted({block % depth for block in blocks})
 
 
