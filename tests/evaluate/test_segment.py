@@ -202,7 +202,7 @@ def test_the_linear_layer_learns_the_encoder_does_not(scenes: Path, backbone: Ba
     pictures = sorted(out.glob("segment-*/pictures/*.png"))
     assert [path.name for path in pictures] == ["100.png", "104.png"]
     height, width = cv2.imread(str(pictures[0])).shape[:2]
-    assert (height, width) == (6 * 40 + 40, 6 * 3 * (56 + 4))
+    assert (height, width) == (6 * 40 + 20, 6 * 3 * (56 + 4))  # enlarged, with a line of names
     again = evaluate(backbone, scenes, out=out, pictures=2, blocks=(0, 1), image_size=64, epochs=30)
     assert again.metrics == result.metrics and len(list(out.glob("segment-*"))) == 1
 

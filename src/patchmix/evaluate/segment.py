@@ -23,7 +23,7 @@ from patchmix.data.loader import Batch, one_pass
 from patchmix.data.randomness import uniforms
 from patchmix.data.views import DRAWS, View, as_channels, draw_parameters, render, to_float
 from patchmix.device import autocast_dtype
-from patchmix.evaluate.detection.inference import color, write_label, write_picture
+from patchmix.evaluate.detection.inference import color, write_picture
 from patchmix.evaluate.masks import IGNORED, Mask, Masked, open_masks
 from patchmix.evaluate.protocol import SupervisedMethod, Task, groups_with_head, open_task
 from patchmix.evaluate.results import Result
@@ -260,10 +260,16 @@ def draw(image: Pixels, masks: Sequence[Mask], names: Sequence[str]) -> Pixels:
     colors = np.array([*(color(index) for index in range(len(names))), (255, 255, 255)], np.uint8)  # IGNORED is last
     panels = [image, *((0.35 * image + 0.65 * colors[mask]).astype(np.uint8) for mask in masks)]
     scale = max(1, round(_PANEL / image.shape[0]))
-    canvas = np.concatenate([np.pad(panel, ((0, 0), (0, 4), (0, 0))) for panel in panels], axis=1)
-    canvas = cv2.resize(canvas, None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)
-    canvas = np.pad(canvas, ((0, 40), (0, 0), (0, 0)), constant_values=255)
-    right = 4
-    for index in np.unique([index for mask in masks for index in np.unique(mask) if index != IGNORED]).tolist():
-        right = 8 + write_label(canvas, names[index], right, canvas.shape[0] - 8, color(index))
-    return canvas
+    row = np.concatenate([np.pad(panel, ((0, 0), (0, 4), (0, 0))) for panel in panels], axis=1)
+    lines = [cv2.resize(row, None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)]
+    width = right = lines[0].shape[1]
+    font: tuple[int, float] = (cv2.FONT_HERSHEY_SIMPLEX, 0.45)
+    for index in sorted({index for mask in masks for index in np.unique(mask).tolist()} - {IGNORED}):
+        end = right + 30 + cv2.getTextSize(names[index], *font, 1)[0][0]
+        if end > width:  # a new line
+            lines.append(np.full((20, width, 3), 255, np.uint8))
+            right, end = 4, end - right + 4
+        cv2.rectangle(lines[-1], (right, 4), (right + 12, 16), color(index), cv2.FILLED)
+        cv2.putText(lines[-1], names[index], (right + 17, 15), *font, (0, 0, 0), 1, cv2.LINE_AA)
+        right = end
+    return np.concatenate(lines)

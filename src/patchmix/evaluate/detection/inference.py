@@ -163,7 +163,7 @@ def draw(image: Pixels, entries: Sequence[Entry], names: Mapping[int, str]) -> P
         x, y, w, h = entry["bbox"]
         cv2.rectangle(canvas, (round(x), round(y)), (round(x + w), round(y + h)), tint, thickness)
         text = names[entry["category_id"]] + (f" {entry['score']:.2f}" if "score" in entry else "")
-        write_label(canvas, text, round(x), round(y), tint)
+        _write(canvas, text, round(x), round(y), tint)
     return canvas
 
 
@@ -199,11 +199,9 @@ def color(category: int) -> tuple[int, int, int]:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def write_label(canvas: Pixels, text: str, x: int, y: int, tint: tuple[int, int, int]) -> int:
-    """Writes on a ground of color `tint` whose lower left corner is (x, y), moved into the canvas; returns its end."""
+def _write(canvas: Pixels, text: str, x: int, y: int, tint: tuple[int, int, int]) -> None:
     size = max(canvas.shape[:2]) / 1300 + 0.2
     (width, height), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, size, 1)
     x, y = max(0, min(x, canvas.shape[1] - width)), max(height + below, y)
     cv2.rectangle(canvas, (x, y - height - below), (x + width, y), tint, cv2.FILLED)
     cv2.putText(canvas, text, (x, y - below // 2), cv2.FONT_HERSHEY_SIMPLEX, size, (0, 0, 0), 1, cv2.LINE_AA)
-    return int(x + width)
