@@ -209,7 +209,7 @@ def test_the_linear_layer_learns_the_encoder_does_not(scenes: Path, backbone: Ba
 
 def test_fine_tuning_changes_the_encoder(scenes: Path, backbone: Backbone, tmp_path: Path) -> None:
     result = evaluate(backbone, scenes, out=tmp_path / "out", finetune=True, epochs=2)
-    assert result.settings["finetune"] and result.settings["lr"] == 5e-4
+    assert result.protocol == "segment-finetune" and result.settings["lr"] == 5e-4
     changed = [name for name, value in encoder_of(tmp_path / "out").items() if (value != backbone.weights[name]).any()]
     assert {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.1.mlp.fc2.weight"} <= set(changed)
 

@@ -25,7 +25,8 @@ PROTOCOL_NAMES: dict[str, str] = {
     "attentive": "attentive probe (on stored patch tokens)",
     "finetune": "fine-tune",
     "detect": "detection (box / mask AP)",
-    "segment": "segmentation (mIoU)",
+    "segment": "segmentation (mIoU of a linear layer)",
+    "segment-finetune": "segmentation (mIoU, fine-tuned)",
 }
 AP_NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75", "ap_small": "APs", "ap_medium": "APm", "ap_large": "APl"}
 
@@ -55,7 +56,7 @@ class Result:
 
     @property
     def main(self) -> str:
-        return "miou" if self.protocol == "segment" else "top1"
+        return "miou" if "miou" in self.metrics else "top1"
 
     @property
     def headline(self) -> str:

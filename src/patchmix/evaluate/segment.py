@@ -74,8 +74,9 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
         def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
             return to_float(batch.views[0], task.backbone.mean, task.backbone.std), batch.views[1].long()
 
+        protocol = "segment-finetune" if settings.finetune else "segment"
         last, folder = task.fit(
-            "segment",
+            protocol,
             method,
             MaskedViews(train, View(size, CROP_AREA, jitter=0.0, gray=0.0, blur=0.0), settings.seed),
             record,
@@ -91,7 +92,7 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
         metrics = {name: last[name] for name in ("miou", "pixel_accuracy")}
         details = {"classes": class_rows(counts[0].sum(dim=0), test.classes)}
         record |= {"optimizer": "AdamW", "crop_area": list(CROP_AREA), "test": data.tested_on}
-        return task.result("segment", metrics, len(test), record, details, bootstrap(counts[0]))
+        return task.result(protocol, metrics, len(test), record, details, bootstrap(counts[0]))
 
 
 class Segmenter(nn.Module):

@@ -21,6 +21,7 @@ PROTOCOLS = {
     "finetune": "fine-tune",
     "detect": "box / mask AP",
     "segment": "mIoU",
+    "segment-finetune": "mIoU, fine-tuned",
 }
 # Settings that may differ from the recipe's in the same training.
 _FREE = ("data.", "train.seed:", "train.accumulate:", "train.precision:")
