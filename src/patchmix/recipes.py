@@ -132,7 +132,7 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
         config,
         recipe="demo",
         data=DataConfig("shapes"),
-        views=dataclasses.replace(config.views, area=(0.15, 0.7), jitter=0.5, hue=0.3, gray=0.0),
+        views=dataclasses.replace(config.views, area=(0.4, 1.0), jitter=0.3, gray=0.0),
         optim=dataclasses.replace(config.optim, base_lr=4e-3),
         runtime=RuntimeConfig(workers=0, monitor_every=2.0, monitor_bank=4_000, monitor_queries=1_000),
     )

@@ -181,7 +181,8 @@ def _check(options: PatchMixOptions, encoder: VisionTransformer) -> None:
     if options.mix != "patchmix":
         if options.region_weight:
             raise ValueError(
-                f"region_weight needs --mix patchmix; the regions of {options.mix!r} are not whole patches"
+                f"region_weight needs --mix patchmix: regions of {options.mix!r} are not whole patches; "
+                "add --region-weight 0"
             )
         return
     rows, columns = encoder.patch_embed.grid_size
