@@ -71,7 +71,7 @@ class Demo:
 class Evaluation:
     """What all evaluations on labeled images take."""
 
-    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     data: str  # Labeled images: a name, class folders, parquet, or shards.
     resize: Count | None = None  # Shorter side before the center crop; 36 for CIFAR in the authors' code.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
@@ -194,7 +194,7 @@ class Detect:
 class Segment:
     """Evaluate an encoder by semantic segmentation: a linear layer on its frozen patch tokens."""
 
-    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     data: Path  # A folder with images and masks of class indices, as in Pets, CamVid or ADE20K, or COCO's.
     out: Path | None = None  # Folder of results.jsonl and what is trained; by default the run's. The same call resumes.
     finetune: bool = False  # Train the encoder, too.
@@ -220,7 +220,7 @@ class Segment:
 class Embed:
     """Write the feature vector of every image."""
 
-    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     data: str  # Images, labeled or not.
     out: Path  # A .parquet (path, label, vector), or a .npy of vectors with paths and labels in a .csv beside it.
     split: Literal["train", "test"] = "train"  # Split of DATA.
@@ -275,7 +275,7 @@ class Import:
 class Export:
     """Write an encoder for another program, and print the lines that open it there."""
 
-    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     out: Path  # A file, or a folder for huggingface.
     format: Literal["timm", "torchvision", "huggingface", "onnx"] = "timm"  # Format to write.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
@@ -313,7 +313,7 @@ class ShowCurves:
 class ShowSimilarity:
     """Draw how similar one or several encoders find some images (the paper's similarity figure)."""
 
-    runs: Runs  # Run folders, encoder files or timm:NAME.
+    runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
     data: str  # The images to compare.
     out: Path = Path("similarity.png")  # A .png, .svg or .pdf.
     query: tuple[str, ...] = ()  # Paths or positions of query images; by default some of different classes.
@@ -329,7 +329,7 @@ class ShowSimilarity:
 class ShowAttention:
     """Draw the attention of the class token, one map per head."""
 
-    runs: Runs  # Run folders, encoder files or timm:NAME.
+    runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
     data: str | None = None  # The images.
     image: tuple[Path, ...] = ()  # Image files instead of DATA.
     out: Path = Path("attention.png")  # A .png, .svg or .pdf.
@@ -344,7 +344,7 @@ class ShowAttention:
 class ShowPatches:
     """Draw the patch tokens of images as colors: their first three principal components."""
 
-    runs: Runs  # Run folders, encoder files or timm:NAME.
+    runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
     data: str | None = None  # The images.
     image: tuple[Path, ...] = ()  # Image files instead of DATA.
     out: Path = Path("patches.png")  # A .png, .svg or .pdf.
@@ -360,7 +360,7 @@ class ShowPatches:
 class ShowNeighbors:
     """Draw the nearest neighbors of some query images."""
 
-    runs: Runs  # Run folders, encoder files or timm:NAME.
+    runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
     data: str  # The images to search.
     out: Path = Path("neighbors.png")  # A .png, .svg or .pdf.
     query: tuple[str, ...] = ()  # Paths or positions of query images; by default some of different classes.
@@ -374,7 +374,7 @@ class ShowNeighbors:
 class ShowMap:
     """Draw the features in two dimensions (PCA), with thumbnails."""
 
-    runs: Runs  # Run folders, encoder files or timm:NAME.
+    runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
     data: str  # The images.
     out: Path = Path("map.png")  # A .png, .svg or .pdf.
     images: Count = 300  # Number of images at most.
@@ -385,7 +385,7 @@ class ShowMap:
 class Report:
     """Write one HTML file about runs: summary, curves, evaluations, figures, and an explorer of neighbors."""
 
-    runs: Runs  # Run folders; for comparison also encoder files and timm:NAME.
+    runs: Runs  # Run folders; for comparison also encoder files, timm:NAME and hf://USER/NAME.
     out: Path | None = None  # The file; by default report.html in the first run's folder.
     data: str | None = None  # The images of the explorer; by default the first run's.
     images: Annotated[int, Ge(0)] = 2000  # Number of images in the explorer at most; 0 leaves pictures out.

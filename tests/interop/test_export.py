@@ -204,7 +204,7 @@ def test_export_prints_what_it_wrote_and_how_to_open_it(
     wrote = [f"wrote {out / name}" for name in ("config.json", "model.safetensors")]
     assert capsys.readouterr().out.splitlines() == [*wrote, "", *exported.usage.splitlines()]
     with pytest.raises(ValueError, match="exists and differs"):
-        export_weights(Export("timm:vit_tiny_patch4_16", out, format="huggingface"))
+        export_weights(Export("random:vit_tiny_patch4_16", out, format="huggingface"))
 
 
 def test_run_checkpoint_and_export_agree(trained_run: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_run_checkpoint_and_export_agree(trained_run: Path, tmp_path: Path) -> N
     assert checkpoint.digest() == finished.digest()
     assert checkpoint.architecture == finished.architecture and checkpoint.mean == finished.mean
     momentum = load_backbone(trained_run, encoder="momentum").embed(images)
-    assert 1e-6 < (momentum - features).abs().max() < 1  # four steps behind
+    assert 1e-6 < (momentum - features).abs().max() < 4  # four steps behind
 
     scope: dict[str, object] = {}
     exec(export(finished, tmp_path / "hub", "huggingface").usage, scope)

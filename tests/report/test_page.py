@@ -141,8 +141,8 @@ def test_two_thousand_photographs_and_two_wide_encoders_stay_below_15_megabytes(
     ("runs", "out", "message"),
     [
         ([], "r.html", "no run to report on"),
-        (["timm:vit_tiny_patch16_224"], "r.pdf", "must end in .html"),
-        (["timm:vit_tiny_patch16_224"], "r.html", "give --data, or --images 0"),
+        (["random:vit_tiny_patch16_224"], "r.pdf", "must end in .html"),
+        (["random:vit_tiny_patch16_224"], "r.html", "give --data, or --images 0"),
         (["no such run"], "r.html", "does not exist"),
     ],
 )

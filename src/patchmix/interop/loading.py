@@ -1,18 +1,20 @@
-"""One way to any encoder: a run, a file of ours, a checkpoint of another project, or a timm model by name."""
+"""One way to any encoder: a run, a file of ours, a checkpoint of another project, or a model of timm or the hub."""
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from huggingface_hub import try_to_load_from_cache
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor
 
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
-from patchmix.interop.backbone import Architecture, Backbone
+from patchmix.interop.backbone import Architecture, Backbone, first_of
+from patchmix.interop.hub import WEIGHTS, fetch
 from patchmix.interop.importing import import_checkpoint, is_own, read_entries
 from patchmix.interop.layouts import Which
 from patchmix.nn.vit import create_encoder
@@ -23,16 +25,17 @@ def load_backbone(source: str | Path, *, encoder: Which | None = None, heads: in
 
     source: a run's folder (its encoder.safetensors; while the run goes on, or for encoder="momentum", its newest
         checkpoint), a folder or file made by import or export, a checkpoint of another project (imported on the fly,
-        see `import_checkpoint`, also for `encoder` and `heads`), or `timm:NAME`. A timm name with a tag, such as
-        `timm:vit_small_patch16_224.dino`, means pretrained weights from the local cache: nothing is downloaded.
-        Without a tag the weights are random, the same ones each time, and `Backbone.name` says so.
+        see `import_checkpoint`, also for `encoder` and `heads`), or one of these names: `timm:NAME` and
+        `timm:NAME.TAG` are timm's pretrained weights, `hf://user/name` a repository of the Hugging Face Hub in timm's
+        layout (both fetched on first use, safetensors only), `random:NAME` a network with random weights.
     """
     if encoder not in (None, "base", "momentum"):
         raise ValueError(f"encoder {encoder!r} is unknown; it must be base or momentum")
-    if str(source).startswith("timm:"):
-        if encoder or heads:
-            raise ValueError(f"{source} takes no encoder and no heads; the name is enough")
-        return _timm_model(str(source).removeprefix("timm:"))
+    for prefix, named in (("timm:", _timm_model), ("random:", _random), ("hf://", _hub_model)):
+        if str(source).startswith(prefix):
+            if encoder or heads:
+                raise ValueError(f"{source} takes no encoder and no heads; the name is enough")
+            return named(str(source).removeprefix(prefix))
     path = Path(source)
     if not path.exists():
         known = timm.list_models("vit_*")
@@ -51,7 +54,8 @@ def load_backbone(source: str | Path, *, encoder: Which | None = None, heads: in
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
     else:
-        backbone = import_checkpoint(path, entries=entries, encoder=encoder, heads=heads).backbone
+        timm_model = None if encoder or heads else _beside_config(path, entries)
+        backbone = timm_model or import_checkpoint(path, entries=entries, encoder=encoder, heads=heads).backbone
     if encoder == "momentum":
         name += " (momentum)"
     if unfinished:
@@ -136,46 +140,93 @@ def _from_run_checkpoint(entries: Mapping[str, Any], encoder: Which) -> Backbone
         raise ValueError(f"no usable configuration ({error}); it was not written by a run") from error
 
 
+# ------------------------------------------------------------------------------------------- timm models and the hub
+
+
+def _random(name: str) -> Backbone:
+    """A network that has learned nothing, for comparison: the same one each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = create_encoder(name)
+    origin = {"format": "timm", "random": True}
+    return Backbone(Architecture.of(name, encoder), encoder.state_dict(), origin=origin, name=f"{name} (random)")
+
+
 def _timm_model(name: str) -> Backbone:
-    architecture, _, tag = name.partition(".")
-    if not tag:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            random = create_encoder(name)
-        origin = {"format": "timm", "random": True}
-        shape = Architecture.of(name, random)
-        return Backbone(shape, random.state_dict(), origin=origin, name=f"{name} (random weights)")
+    """The pretrained weights that timm itself would fetch; without a tag, those of its default tag."""
+    architecture = name.partition(".")[0]
+    if not timm.is_model(architecture):
+        near = difflib.get_close_matches(architecture, timm.list_models(), n=1)
+        hint = f"did you mean timm:{near[0]}? " if near else ""
+        raise ValueError(f"timm has no model {architecture}; {hint}A random network is random:{architecture}")
     try:
         cfg = timm.get_pretrained_cfg(name)
     except RuntimeError:
         cfg = None
-    if cfg is None:
+    if cfg is None or not cfg.hf_hub_id:
         tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*")]
-        raise ValueError(f"timm has no {name}; it has {architecture} with {', '.join(tags) or 'no pretrained weights'}")
-    path = _cached(cfg)
-    if path is None:
         raise ValueError(
-            f"the weights of {name} are not on this machine; download them once with "
-            f"`python -c \"import timm; timm.create_model('{name}', pretrained=True)\"`"
+            f"timm has no weights {name}; it has {architecture} with {', '.join(tags) or 'no pretrained weights'} "
+            f"(random:{architecture} is a random network)"
         )
-    model = create_encoder(architecture)
-    entries, _ = read_entries(path)
-    state: Mapping[str, Tensor] = entries.get("model", entries.get("state_dict", entries))
-    wanted = model.state_dict().keys()
-    weights = {key: tensor.float() for key, tensor in state.items() if key in wanted or not key.startswith("head")}
-    shape = Architecture.of(architecture, model)
-    shape.check(weights, f"{path} does not fit {name} as timm builds it")
-    origin = {"format": "timm", "file": name}
-    return Backbone(shape, weights, mean=tuple(cfg.mean), std=tuple(cfg.std), origin=origin, name=name)
+    repository, _, revision = cfg.hf_hub_id.partition("@")
+    filename = (cfg.hf_hub_filename or WEIGHTS).replace("open_clip_pytorch_model.bin", "open_clip_model.safetensors")
+    fetched = fetch(repository, filename, revision=revision or None)
+    entries, _ = read_entries(fetched.path)
+    backbone = _with_timm_names(architecture, fetched.path, entries, {}, vars(cfg))
+    tagged = f"{architecture}.{cfg.tag}" if cfg.tag else architecture
+    return dataclasses.replace(backbone, origin={"format": "timm", "file": tagged, **fetched.origin()}, name=tagged)
 
 
-def _cached(cfg: Any) -> Path | None:
-    """timm's own copy of pretrained weights, from the Hugging Face cache or torch's; None when there is none."""
-    if cfg.hf_hub_id:
-        repository, _, revision = cfg.hf_hub_id.partition("@")
-        for filename in filter(None, (cfg.hf_hub_filename, "model.safetensors", "pytorch_model.bin")):
-            path = try_to_load_from_cache(repository, filename, revision=revision or None)
-            if isinstance(path, str):
-                return Path(path)
-    file = Path(torch.hub.get_dir()) / "checkpoints" / str(cfg.url).rsplit("/", 1)[-1]
-    return file if cfg.url and file.is_file() else None
+def _hub_model(source: str) -> Backbone:
+    """hf://user/name or hf://user/name@revision: a timm model's repository, or one that `export` made."""
+    repository, _, revision = source.strip("/").partition("@")
+    config = fetch(repository, "config.json", revision=revision or None)
+    fetched = fetch(repository, revision=config.commit)
+    backbone = load_backbone(fetched.path.parent)
+    return dataclasses.replace(backbone, origin=backbone.origin | fetched.origin(), name=repository)
+
+
+def _beside_config(file: Path, entries: Mapping[str, Any]) -> Backbone | None:
+    """The weights of a file with timm's config.json beside it, as in its folders for the hub; else None."""
+    try:
+        config = json.loads((file.parent / "config.json").read_text())
+        name, arguments = config["architecture"], dict(config.get("model_args") or {})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not timm.is_model(name):
+        return None
+    return _with_timm_names(name, file, entries, arguments, config.get("pretrained_cfg") or config)
+
+
+_ARGUMENTS = {
+    "img_size": "image_size",
+    "patch_size": "patch_size",
+    "in_chans": "in_chans",
+    "embed_dim": "dim",
+    "depth": "depth",
+    "num_heads": "heads",
+}
+_HARMLESS_ARGUMENTS = ("num_classes", "dynamic_img_size", "dynamic_img_pad", "drop_path_rate")
+
+
+def _with_timm_names(
+    name: str, file: Path, entries: Mapping[str, Any], arguments: Mapping[str, Any], cfg: Mapping[str, Any]
+) -> Backbone:
+    """The encoder in a file as timm publishes them, without its classifier.
+
+    arguments: of `timm.create_model`, beside the name. cfg: timm's description, for mean and std.
+    """
+    if strange := [key for key in arguments if key not in (*_ARGUMENTS, *_HARMLESS_ARGUMENTS)]:
+        raise ValueError(f"{file.parent}: model_args has {first_of(strange)}, which an encoder here does not keep")
+    sizes = {_ARGUMENTS[key]: value for key, value in arguments.items() if key in _ARGUMENTS}
+    sizes |= {key: value[0] for key, value in sizes.items() if isinstance(value, list)}  # squares
+    with torch.device("meta"):
+        shell = create_encoder(name, **sizes)
+    renamed = checkpoint_filter_fn(dict(entries), shell, adapt_layer_scale=True)
+    wanted = shell.state_dict()
+    weights = {key: tensor.float() for key, tensor in renamed.items() if key in wanted or not key.startswith("head")}
+    shape = Architecture.of(name, shell)
+    shape.check(weights, f"{file} does not fit {name} as timm builds it")
+    mean, std = tuple(cfg.get("mean") or IMAGENET_MEAN), tuple(cfg.get("std") or IMAGENET_STD)
+    return Backbone(shape, weights, mean=mean, std=std, origin={"format": "timm", "file": name}, name=name)
