@@ -55,6 +55,7 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
         dim=model.dim,
         depth=model.depth,
         heads=model.heads,
+        stem=model.stem,
         drop_path=model.drop_path,
         any_image_size=any_image_size,
     )

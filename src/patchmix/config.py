@@ -77,6 +77,8 @@ class ModelConfig:
     dim: Count | None = None  # Width of the tokens.
     depth: Count | None = None  # Number of blocks.
     heads: Count | None = None  # Number of attention heads.
+    stem: Literal["patch", "conv"] = "patch"
+    """How patches become tokens: by one projection, or by a few 3 × 3 convolutions, which learns faster."""
     drop_path: Share = 0.1  # Stochastic depth of the base encoder.
     initialization: Literal["mocov3", "timm", "mimetic"] = "mocov3"
     """Initialization of the weights; mimetic is mocov3 with attention that starts like a trained one."""

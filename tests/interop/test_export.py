@@ -89,6 +89,23 @@ def test_gray_encoder(tmp_path: Path) -> None:
         export(gray, tmp_path / "b.safetensors", "torchvision")
 
 
+def test_encoder_with_a_convolutional_stem(tmp_path: Path) -> None:
+    encoder = create_encoder("vit_tiny_patch4_16", dim=48, depth=1, heads=3, stem="conv").train()
+    images = torch.rand(2, 3, 16, 16)
+    encoder(images)  # running statistics that are not the initial ones
+    backbone = Backbone(Architecture.of("vit_tiny_patch4_16", encoder), encoder.state_dict())
+    exported = export(backbone, tmp_path / "a.safetensors", "timm")
+    torch.testing.assert_close(
+        opened(exported.usage, normalized(images, backbone)), backbone.embed(images), atol=1e-5, rtol=0
+    )
+    again = load_backbone(tmp_path / "a.safetensors")
+    assert again.architecture == backbone.architecture and again.digest() == backbone.digest()
+    with pytest.raises(ValueError, match="cannot describe a convolutional stem; export to timm or onnx"):
+        export(backbone, tmp_path / "folder", "huggingface")
+    with pytest.raises(ValueError, match=r"no place for patch_embed\.proj\.0\.weight"):
+        export(backbone, tmp_path / "b.safetensors", "torchvision")
+
+
 def test_encoder_that_torchvision_can_not_express(tmp_path: Path) -> None:
     encoder = create_encoder("vit_tiny_patch4_16", dim=48, depth=1, heads=3)
     weights = encoder.state_dict() | {"reg_token": torch.zeros(1, 4, 48)}

@@ -43,7 +43,8 @@ def masks_by_content(images: Tensor) -> Tensor:
 
 def run(name: str, images: list[Tensor], world: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
+    stem = "conv" if name in ("patchmix", "simclr") else "patch"  # its batch norms have the statistics of all processes
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, stem=stem, any_image_size=True)
     method: Any = METHODS[name](encoder, validate(METHOD_OPTIONS[name], SMALL | OPTIONS[name])).train()
     if name == "ibot":
         method.draw_masks = masks_by_content

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from timm.layers.drop import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -57,6 +58,25 @@ def test_shapes(name: str, options: dict, image: tuple[int, int, int], tokens: i
     assert encoder.forward_features(torch.randn(2, *image)).shape == (2, tokens, 24)
 
 
+def test_a_convolutional_stem_is_convolution_norm_and_relu_layer_by_layer() -> None:
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=1, heads=2, in_chans=1, stem="conv").eval()
+    stem, x = encoder.patch_embed.proj, torch.randn(2, 1, 16, 16)
+    for norm in (stem[1], stem[4]):
+        nn.init.normal_(norm.weight)
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2.0)
+    assert [tuple(stem[i].weight.shape) for i in (0, 3, 6)] == [(12, 1, 3, 3), (24, 12, 3, 3), (24, 24, 1, 1)]
+    expected = x
+    for convolution, norm in ((stem[0], stem[1]), (stem[3], stem[4])):
+        y = F.conv2d(expected, convolution.weight, stride=2, padding=1)
+        mean, var, scale, bias = (
+            v.view(-1, 1, 1) for v in (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        )
+        expected = ((y - mean) / (var + 1e-5).sqrt() * scale + bias).clamp(min=0)
+    expected = torch.einsum("nchw,dc->nhwd", expected, stem[6].weight[:, :, 0, 0]) + stem[6].bias
+    torch.testing.assert_close(encoder.patch_embed(x), expected.flatten(1, 2))  # (2, 16, 24), row by row
+
+
 def test_any_image_size_interpolates_positions_and_is_exact_at_the_native_size() -> None:
     options = {"dim": 24, "depth": 1, "heads": 2}
     fixed = create_encoder("vit_tiny_patch8_32", **options)
@@ -76,6 +96,7 @@ def test_any_image_size_interpolates_positions_and_is_exact_at_the_native_size()
         ("vit_tiny_patch8_32", {"dim": 64}, "dim 64 is not a multiple of its 3 heads; set --heads too"),
         ("vit_tiny_patch8_32", {"dim": 64, "heads": 5}, "dim 64 is not a multiple of 5 heads"),
         ("vit_tiny_patch8_32", {"depth": 0}, "depth is 0"),
+        ("vit_tiny_patch6_36", {"stem": "conv"}, "patch size 6 and width 192: .*; use --stem patch"),
     ],
 )
 def test_impossible_models_are_refused(name: str, options: dict, message: str) -> None:

@@ -95,9 +95,11 @@ def test_sizes_follow_the_image() -> None:
     assert sizes_of("vit_small_patch16_224", patch_size=8).patches == 28 * 28
 
 
-def test_the_encoder_as_torch_counts_it() -> None:
-    encoder = create_encoder("vit_tiny_patch4_16", dim=32, depth=2, heads=2)
-    sizes = Sizes(16, 4, 32, 2)
+@pytest.mark.parametrize(("stem", "first"), [("patch", 2 * 16 * 3 * 16 * 32), ("conv", 2 * 64 * 3 * 9 * 16)])
+def test_the_encoder_as_torch_counts_it(stem: str, first: int) -> None:
+    """first: the layer that sees the image, whose gradient nobody needs."""
+    encoder = create_encoder("vit_tiny_patch4_16", dim=32, depth=2, heads=2, stem=stem)
+    sizes = Sizes(16, 4, 32, 2, stem=stem)
 
     class Forward(torch.nn.Module):
         def __init__(self) -> None:
@@ -109,7 +111,6 @@ def test_the_encoder_as_torch_counts_it() -> None:
 
     forward, backward = count_flops(Forward(), [torch.randn(3, 3, 16, 16)])
     assert forward == 3 * encoder_flops(sizes, attention=True)
-    first = 2 * sizes.patches * 3 * 16 * 32  # nobody needs the gradient of the image
     assert backward == 3 * (2 * encoder_flops(sizes, attention=True) - first)
 
 

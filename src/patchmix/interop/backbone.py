@@ -24,7 +24,7 @@ from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD, as_channels, normal
 from patchmix.device import resolve_device
 from patchmix.files import replacing
 from patchmix.nn.tokens import class_tokens
-from patchmix.nn.vit import create_encoder
+from patchmix.nn.vit import ConvStem, create_encoder
 
 AnyImage = Image.Image | str | Path | npt.NDArray[np.uint8]
 Images = Tensor | npt.NDArray[np.uint8] | Sequence[AnyImage] | str | Path
@@ -42,9 +42,12 @@ class Architecture:
     dim: int
     depth: int
     heads: int
+    stem: str = "patch"
 
     def __post_init__(self) -> None:
-        _, *numbers = dataclasses.astuple(self)
+        _, *numbers, stem = dataclasses.astuple(self)
+        if stem not in ("patch", "conv"):
+            raise ValueError(f"{self} has a stem that is neither patch nor conv")
         if any(type(number) is not int or number < 1 for number in numbers):
             raise ValueError(f"{self} has sizes that are not whole numbers above 0")
 
@@ -59,6 +62,7 @@ class Architecture:
             dim=encoder.embed_dim,
             depth=len(blocks),
             heads=blocks[0].attn.num_heads,
+            stem="conv" if isinstance(encoder.patch_embed.proj, ConvStem) else "patch",
         )
 
     def create(self, *, drop_path: float = 0.0, any_image_size: bool = False) -> VisionTransformer:

@@ -75,18 +75,30 @@ def _timm(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
     name, arguments = timm_arguments(backbone.architecture)
     listed = ", ".join(f"{key}={value}" for key, value in arguments.items())
     usage = f"""\
-import timm
+import timm, torch
 from safetensors.torch import load_file
 
-model = timm.create_model("{name}", num_classes=0, {listed})
+model = timm.create_model("{name}", num_classes=0, {listed}){_stem_code(backbone.architecture)}
 model.load_state_dict(load_file({str(out)!r}))"""
     return Exported([out], usage)
+
+
+def _stem_code(architecture: Architecture) -> str:
+    """The line that replaces timm's patch projection by a convolutional stem, where there is one."""
+    if architecture.stem == "patch":
+        return ""
+    with torch.device("meta"):
+        stem = architecture.create().patch_embed.proj
+    layers = ", ".join(f"torch.nn.{layer!r}".replace("BatchNorm(", "BatchNorm2d(") for layer in stem)
+    return f"\nmodel.patch_embed.proj = torch.nn.Sequential({layers})"
 
 
 def _huggingface(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
     """The layout of timm's own Hub folders, which `local-dir:` and `hf-hub:` read."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; a Hugging Face export is a folder, so give another name")
+    if backbone.architecture.stem != "patch":
+        raise ValueError("a Hugging Face folder cannot describe a convolutional stem; export to timm or onnx")
     name, arguments = timm_arguments(backbone.architecture)
     pixels = backbone.architecture.image_size
     content = {

@@ -118,7 +118,8 @@ def _from_run_checkpoint(entries: Mapping[str, Any], encoder: Which) -> Backbone
         model = config["model"]
         sizes = {key: model.get(key) for key in ("image_size", "patch_size", "dim", "depth", "heads")}
         with torch.device("meta"):
-            shell = create_encoder(model["name"], in_chans=model.get("in_chans") or 3, **sizes)
+            stem, in_chans = model.get("stem", "patch"), model.get("in_chans") or 3
+            shell = create_encoder(model["name"], in_chans=in_chans, stem=stem, **sizes)
         architecture = Architecture.of(model["name"], shell)
         architecture.check(weights, "this is not the encoder that the configuration describes")
         views = config.get("views", {})

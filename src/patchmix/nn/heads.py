@@ -8,16 +8,23 @@ from patchmix import distributed
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """BatchNorm1d whose batch statistics are those of the global batch; torch's SyncBatchNorm refuses CPU tensors."""
+    """Batch norm of (N, C) or (N, C, H, W) whose batch statistics are those of the global batch.
+
+    torch's SyncBatchNorm refuses CPU tensors.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.ndim in (2, 4), input.shape
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or distributed.world_size() == 1:
             return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):
-            wide = x.float()
-            count = wide.shape[0] * distributed.world_size()
-            mean = distributed.all_reduce_sum(wide.sum(dim=0)) / count
-            variance = distributed.all_reduce_sum((wide - mean).square().sum(dim=0)) / count
+            wide = x.float().transpose(1, -1)  # channels last
+            rows = wide.flatten(0, -2)
+            count = len(rows) * distributed.world_size()
+            mean = distributed.all_reduce_sum(rows.sum(dim=0)) / count
+            variance = distributed.all_reduce_sum((rows - mean).square().sum(dim=0)) / count
             with torch.no_grad():
                 assert self.running_mean is not None and self.running_var is not None
                 assert self.num_batches_tracked is not None and self.momentum is not None
@@ -27,7 +34,7 @@ class BatchNorm(nn.BatchNorm1d):
             out = (wide - mean) * torch.rsqrt(variance + self.eps)
             if self.affine:
                 out = out * self.weight + self.bias
-        return out.to(x.dtype)
+        return out.transpose(1, -1).to(x.dtype)
 
 
 def mlp_head(layers: int, in_dim: int, hidden: int, out_dim: int) -> nn.Sequential:

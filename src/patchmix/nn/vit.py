@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import timm
@@ -12,6 +13,7 @@ from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from timm.models.vision_transformer import Attention, Block, VisionTransformer, init_weights_vit_moco  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
+from patchmix.nn.heads import BatchNorm
 from patchmix.nn.tokens import TokenDropout
 
 _NAME = re.compile(r"vit_(tiny|small|base)_patch(\d+)_(\d+)")
@@ -27,14 +29,16 @@ def create_encoder(
     dim: int | None = None,
     depth: int | None = None,
     heads: int | None = None,
+    stem: str = "patch",
     drop_path: float = 0.0,
     any_image_size: bool = False,
 ) -> VisionTransformer:
     """A ViT without classifier: images (N, in_chans, H, W) → features (N, dim), the class token after the last norm.
 
     `name` is `vit_{tiny,small,base}_patchP_S` for any patch size P and image size S (Table "backbone" has patch 2 at
-    32 px and patch 16 at 224 px), or any timm ViT. The other arguments override the name; with
-    `any_image_size` the position embedding is interpolated to the size of the images.
+    32 px and patch 16 at 224 px), or any timm ViT. The other arguments override the name. `stem` is "patch", one
+    projection per patch, or "conv", a `ConvStem`. With `any_image_size` the position embedding is interpolated to the
+    size of the images.
     """
     given = {"img_size": image_size, "patch_size": patch_size, "embed_dim": dim, "depth": depth, "num_heads": heads}
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
@@ -58,7 +62,36 @@ def create_encoder(
             "e.g. vit_small_patch16_224"
         )
     encoder.patch_drop = TokenDropout(encoder.num_prefix_tokens)  # type: ignore[assignment]
+    if stem == "conv":
+        encoder.patch_embed.proj = ConvStem(in_chans, encoder.embed_dim, patch_size_of(encoder))
     return encoder
+
+
+class ConvStem(nn.Sequential):
+    """3 × 3 convolutions of stride 2 with batch norm and ReLU, each of twice the width, then 1 × 1, in the place of
+    `patch_embed.proj` (Xiao et al. 2021, "Early Convolutions Help Transformers See Better").
+
+    (N, in_channels, H, W) → (N, dim, H / patch, W / patch). Tokens see a few pixels beyond their patch.
+    """
+
+    def __init__(self, in_channels: int, dim: int, patch_size: int) -> None:
+        halvings = patch_size.bit_length() - 1
+        if patch_size != 2**halvings or halvings == 0 or dim % 2 ** (halvings - 1):
+            raise ValueError(
+                f"patch size {patch_size} and width {dim}: a convolutional stem halves the image and doubles the width "
+                "in each layer, so the patch must be 2, 4, 8, … and the width fit it; use --stem patch"
+            )
+        widths = [in_channels, *(dim >> (halvings - 1 - i) for i in range(halvings))]
+        layers: list[nn.Module] = []
+        for narrow, wide in pairwise(widths):
+            layers += [nn.Conv2d(narrow, wide, 3, stride=2, padding=1, bias=False), BatchNorm(wide), nn.ReLU()]
+        super().__init__(*layers, nn.Conv2d(dim, dim, 1))
+        self.in_channels = in_channels  # as a patch projection has it
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)  # faster on CPUs and GPUs
+        out: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return out
 
 
 def _check_sizes(name: str, options: dict[str, Any]) -> None:

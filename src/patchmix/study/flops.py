@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from patchmix.build import build_weightless
 from patchmix.config import Config
 from patchmix.methods.options import METHOD_OPTIONS
-from patchmix.nn.vit import create_encoder
+from patchmix.nn.vit import ConvStem, create_encoder
 from patchmix.schedules import Linear, stage
 from patchmix.settings import Flops
 
@@ -52,6 +52,7 @@ class Sizes:
     dim: int
     depth: int
     in_chans: int = 3
+    stem: str = "patch"
     parameters: int = field(default=0, compare=False)  # of the encoder (Table "backbone")
 
     @property
@@ -82,6 +83,11 @@ def encoder_flops(
     """
     tokens, d = max(1, round((1 - token_dropout) * sizes.patches)) + 1, sizes.dim
     embedding = 2 * sizes.patches * sizes.in_chans * sizes.patch_size**2 * d
+    if sizes.stem == "conv":
+        stem = ConvStem(sizes.in_chans, d, sizes.patch_size)
+        pixels = [sizes.image_size**2 // 4 ** (i + 1) for i in range(len(stem) // 3)]
+        convolutions = [layer.weight.numel() for layer in stem if isinstance(layer, nn.Conv2d)]
+        embedding = 2 * sum(n * weights for n, weights in zip([*pixels, pixels[-1]], convolutions, strict=True))
 
     def block(queries: int) -> int:
         linear = 2 * d * d * (2 * tokens + 10 * queries)  # keys and values 2d²; queries and projection 2d², MLP 8d²
@@ -197,7 +203,8 @@ def config_flops(config: Config, *, class_token: bool = True) -> int | None:
     dropout, points = Linear(*train.token_dropout, duration=1.0), [(i + 0.5) / 12 for i in range(12)]
     try:
         sizes = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
-        sizes = replace(sizes, dim=model.dim or sizes.dim, depth=model.depth or sizes.depth, in_chans=model.in_chans)
+        sizes = replace(sizes, dim=model.dim or sizes.dim, depth=model.depth or sizes.depth)
+        sizes = replace(sizes, in_chans=model.in_chans, stem=model.stem)
         stages = train.image_sizes or (sizes.image_size,)
         costs = [
             method_flops(

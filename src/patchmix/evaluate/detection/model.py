@@ -136,6 +136,8 @@ def build_detector(
     """
     patch = shape.patch_size
     if patch is not None and patch != architecture.patch_size:
+        if architecture.stem != "patch":
+            raise ValueError(f"patch_size {patch} needs an encoder with --stem patch; leave patch_size out")
         grid = architecture.image_size // architecture.patch_size
         architecture = dataclasses.replace(architecture, patch_size=patch, image_size=grid * patch)
         if encoder_weights is not None:
