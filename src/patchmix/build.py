@@ -1,6 +1,7 @@
 """Names and numbers → objects. The only place where configuration meets classes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
         initialize_as_mocov3(encoder)
     if model.initialization == "mimetic":
         initialize_attention_as_mimetic(encoder)
-    if model.positions != "learned":
+    if model.positions not in (None, "learned"):
         set_sincos_positions(encoder, fixed=model.positions == "fixed-sincos")
     encoder.author_positions = model.author_positions and encoder.num_prefix_tokens == 1  # type: ignore[assignment]
     if model.freeze_patch_embed:
@@ -73,11 +74,19 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
     return encoder
 
 
+def encoder_config(config: Config) -> ModelConfig:
+    """The model of a run, with the method's own positions where none are chosen."""
+    if config.model.positions is None and config.method.name == "mocov3":
+        return replace(config.model, positions="fixed-sincos")
+    return config.model
+
+
 def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = None) -> Method:
     """The method with its encoder, initialized from the seed (the same on every process) or from given weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        encoder = build_encoder(config.model, any_image_size=bool(config.views.local_crops or config.train.image_sizes))
+        sizes = bool(config.views.local_crops or config.train.image_sizes)
+        encoder = build_encoder(encoder_config(config), any_image_size=sizes)
         if encoder_weights is not None:
             check_weights(encoder_weights, encoder.state_dict(), "the weights to start from do not fit the model")
             encoder.load_state_dict(encoder_weights)

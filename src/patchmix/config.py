@@ -82,8 +82,9 @@ class ModelConfig:
     drop_path: Share = 0.1  # Stochastic depth of the base encoder.
     initialization: Literal["mocov3", "timm", "mimetic"] = "mocov3"
     """Initialization of the weights; mimetic is mocov3 with attention that starts like a trained one."""
-    positions: Literal["learned", "sincos", "fixed-sincos"] = "learned"
-    """Position embedding: random and learned, 2-d sine-cosine and learned from there, or fixed sine-cosine."""
+    positions: Literal["learned", "sincos", "fixed-sincos"] | None = None
+    """Position embedding: random and learned, 2-d sine-cosine and learned from there, or fixed sine-cosine; by default
+    learned, for mocov3 fixed."""
     author_positions: bool = True
     """Resample the positions of local crops as the authors of DINO, iBOT and PatchMix do; otherwise as timm does."""
     freeze_patch_embed: bool = False  # Keep the random patch embedding.
@@ -124,7 +125,8 @@ class TrainConfig:
     budget: str | None = None  # Wall-clock time instead of epochs, such as 45min or 2h.
     accumulate: Count = 1  # Micro-batches per optimizer step.
     token_dropout: tuple[Share, Share] = (0.0, 0.0)
-    """Fraction of the patch tokens that queries drop, at the start and at the end of the training; keys see all."""
+    """Fraction of the patch tokens that queries drop, at the start and at the end of the training; momentum encoders
+    see all."""
     image_sizes: tuple[Count, ...] = ()
     """Sides of both views in equal stages of the training, such as 16 24 32; by default always the model's."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision; auto is bf16 on GPUs that support it.
@@ -297,7 +299,7 @@ def _from_0_1(values: Mapping[str, Any]) -> dict[str, Any]:
         minutes = train["budget_minutes"]
         rest = {key: value for key, value in train.items() if key != "budget_minutes"}
         values["train"] = {**rest, "budget": None if minutes is None else f"{minutes:g}min"}
-        values["model"] = {"author_positions": False, **(values.get("model") or {})}
+        values["model"] = {"author_positions": False, "positions": "learned", **(values.get("model") or {})}
     return values
 
 

@@ -329,8 +329,22 @@ def test_without_a_momentum_encoder_keys_come_from_the_base_without_gradient() -
     (keys,) = method.keys(images[0])
     assert not keys.requires_grad
     torch.testing.assert_close(keys, method.projector(method.encoder(images[0])).detach())
-    method(images)["loss"].backward()
     method.after_step(0.5)
+    seen: list[int] = []
+    method.encoder.patch_embed.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    out = method(images)
+    assert sum(seen) == 4 * len(images[0])  # plain and mixed queries, keys of x1 and of the mix: none for x2 alone
+    out["loss"].backward()
+
+    # The same as with a momentum encoder that equals the base encoder.
+    both = make(momentum_encoder=True).double().train()
+    both.load_state_dict(method.state_dict(), strict=False)
+    both.momentum_copy.network.load_state_dict(torch.nn.ModuleList(both.momentum_copy.base).state_dict())
+    for each in (method, both):
+        each.generator.manual_seed(5)
+    first, second = (each(images) for each in (method, both))
+    for name in ("oto", "mto", "mtm"):
+        torch.testing.assert_close(first[name], second[name])
 
 
 def test_one_number_of_images_is_drawn_per_step_for_both_views() -> None:

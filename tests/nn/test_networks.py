@@ -10,7 +10,7 @@ from timm.layers.drop import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from patchmix.build import build_encoder
+from patchmix.build import build_encoder, encoder_config
 from patchmix.config import Config
 from patchmix.nn.heads import BatchNorm, mlp_head
 from patchmix.nn.momentum import MomentumCopy
@@ -189,6 +189,9 @@ def test_positions_are_chosen_by_the_configuration() -> None:
     assert learned.pos_embed.std() < 0.1 < sincos.pos_embed.std()
     assert torch.equal(sincos.pos_embed, fixed.pos_embed)
     assert sincos.pos_embed.requires_grad and not fixed.pos_embed.requires_grad
+    for method, positions in (("mocov3", "fixed-sincos"), ("dino", None)):
+        assert encoder_config(Config().replace(method=method)).positions == positions
+    assert encoder_config(Config().replace(method="mocov3", positions="learned")).positions == "learned"
 
 
 def test_mimetic_attention_has_the_products_of_the_paper() -> None:

@@ -185,6 +185,7 @@ def test_the_closed_form_follows_the_methods_options(method: str) -> None:
         {"directions": "symmetric", "mixed_share": 0.5},
         {"weights": (0.0, 1.0, 0.0)},
         {"weights": (1.0, 0.0, 0.0), "directions": "shared"},
+        {"momentum_encoder": False},
     ],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

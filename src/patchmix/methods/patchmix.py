@@ -62,9 +62,11 @@ class PatchMixMethod(Method):
         oto, mto, mtm = self.options.weights  # a batch that only terms of weight 0 need is not computed
         region, directions = self.options.region_weight, self.options.directions
         shared, symmetric = directions == "shared", directions == "symmetric"
+        # Without a momentum encoder the keys of x2 are the projections of its queries: no pass of their own.
+        reuse = self.momentum_copy is None and bool(oto) and self.options.plain_share == 1.0 and directions == "paper"
         z1, z2, z_mix1, z_mix2 = self.keys(  # line 9
             x1 if symmetric or ((oto or crops) and not shared) else None,
-            x2 if symmetric or mto or region or crops or (oto and shared) else None,
+            x2 if symmetric or crops or ((mto or region) and not reuse) or (oto and shared) else None,
             mix1.images if mtm and symmetric else None,
             mix2.images if mtm else None,
         )
@@ -88,13 +90,18 @@ class PatchMixMethod(Method):
         """Computes the queries of one direction and adds their contrasts.
 
         plain: images, and the keys of their other view. mix1: the mixed images to make queries of, and the keys of
-        their originals' other view. mix2: that other view mixed, and its keys.
+        their originals' other view; if empty, these are the projections of the plain images. mix2: that other view
+        mixed, and its keys.
         """
         (x, z), (mixed, z_origin), (other, z_mix) = plain, mix1, mix2
         oto, mto, mtm = self.options.weights
         region = self.options.region_weight
         x, images = _first(self.options.plain_share, x), _first(self.options.mixed_share, mixed.images)
-        h, h_mix = self.queries(x if oto else None, images if (mto or mtm) and not region else None)  # line 8
+        batches = x if oto else None, images if (mto or mtm) and not region else None
+        projected = project(batches, self.encoder, self.projector)
+        h, h_mix = (self.predictor(z) if len(z) else z for z in projected)  # line 8
+        if not len(z_origin) and (mto or region):
+            z_origin = distributed.gather(projected[0].detach())
         if region:
             assert mixed.groups is not None
             h_mix, h_region = self.region_queries(images, mixed.groups)

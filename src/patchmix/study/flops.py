@@ -152,7 +152,9 @@ def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = Non
     ways = 2 if option["directions"] == "symmetric" else 1
     plain = ways * option["plain_share"] * bool(oto)
     mixed = ways * option["mixed_share"] * bool(mto or mtm or region)
-    origin_keys = 2 if ways == 2 else bool(oto and not shared) + bool(mto or region or (oto and shared))
+    reuse = not option["momentum_encoder"] and plain == 1 and option["directions"] == "paper"
+    originals = (oto and shared) or ((mto or region) and not reuse)
+    origin_keys = 2 if ways == 2 else bool(oto and not shared) + bool(originals)
     return Iteration(
         plain + mixed,
         origin_keys + ways * bool(mtm),
@@ -185,7 +187,8 @@ def method_flops(
     steps = iteration(method, sizes, options)
     cost = functools.partial(encoder_flops, attention=attention)
     query_cost = functools.partial(cost, token_dropout=token_dropout)
-    key, query = (each(sizes, class_token=class_token) for each in (cost, query_cost))
+    drops = (options or {}).get("momentum_encoder") is False  # the encoder drops tokens of its keys, too
+    key, query = (each(sizes, class_token=class_token) for each in (query_cost if drops else cost, query_cost))
     crop = query_cost(replace(sizes, image_size=local_size), class_token=class_token)
     online = steps.online_views * (query + steps.online_head) + steps.online_all_tokens * (query_cost(sizes) - query)
     online += local_crops * steps.local_views * (crop + steps.online_head)
