@@ -38,6 +38,7 @@ MAY_IMPORT["study"] = set(MAY_IMPORT) - {"mixing", "losses"}
 MAY_IMPORT["report"] = set(MAY_IMPORT) - {"launch", "build", "methods"}
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["ablation"] = set(MAY_IMPORT)
+MAY_IMPORT["evaluation"] = set(MAY_IMPORT)
 MAY_IMPORT["demo"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli"}

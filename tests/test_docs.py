@@ -10,7 +10,7 @@ How: a command keeps its verb and its options. Only this is different from what 
   no command before it has written: it is a copy of one small trained run.
 - NAMED_SETS: data sets that would have to be downloaded are replaced by 64 generated images. The generated sets
   themselves have 600 training and 200 test images.
-- SMALLER: options that make the training short and the networks small.
+- SMALLER: options that make the training short and the networks small; the fast protocols take few steps.
 
 `pytest -s tests/test_docs.py` prints every command, and what was run for it.
 """
@@ -36,6 +36,7 @@ from patchmix.build import METHODS
 from patchmix.cli import main
 from patchmix.data import shapes
 from patchmix.data.sources import open_source
+from patchmix.evaluate import attentive, segment, sweep
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.study.ablation import rows_of
@@ -82,6 +83,7 @@ SMALLER: dict[str, dict[str, str]] = {
         "--window": "0",
     },
     "segment": {"--epochs": "1", "--batch-size": "4", "--pictures": "1", "--workers": "0"},
+    "evaluate": {"--shots": "2", "--draws": "1"},
     "bench": {"--steps": "1", **SMALL_NETWORK},
     "demo": {"--budget": "1s"},
 }
@@ -155,6 +157,8 @@ def test_commands(page: Path, placeholders: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(shapes, "TRAIN_LENGTH", 600)
     monkeypatch.setattr(shapes, "TEST_LENGTH", 200)
+    for module, name in ((sweep, "_LEAST_STEPS"), (attentive, "_LEAST_STEPS"), (segment, "FAST_STEPS")):
+        monkeypatch.setattr(module, name, 10)
     for words in commands(page):
         assert words[0] in ("patchmix", "torchrun"), f"{page.name}: {shlex.join(words)} is no command of ours"
         start = words.index("patchmix") + 1

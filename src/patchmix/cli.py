@@ -37,6 +37,7 @@ VERBS = {
     "finetune": Verb(s.Finetune, "patchmix.evaluate.finetune:finetune", _RESULT, compute=True),
     "detect": Verb(s.Detect, "patchmix.evaluate.detection.training:detect", _RESULT, compute=True),
     "segment": Verb(s.Segment, "patchmix.evaluate.segment:segment", _RESULT, compute=True),
+    "evaluate": Verb(s.Evaluate, "patchmix.evaluation:evaluate", compute=True, alone=True),
     "embed": Verb(s.Embed, "patchmix.evaluate.features:embed", _RESULT, compute=True),
     "compare": Verb(s.Compare, "patchmix.study.compare:compare", compute=True),
     "ablate": Verb(s.Ablate, "patchmix.ablation:ablate", compute=True),

@@ -99,7 +99,8 @@ class Knn(FewLabels):
     """Numbers of neighbors; by default 10, 20, 100 and 200 as far as the data allows. The headline is 20."""
     layers: tuple[Literal["all"] | Count, ...] = ()
     """Numbers of blocks whose features are tested as well, or all; 1 is the first."""
-    pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
+    pool: Literal["token", "mean", "pixels"] = "token"
+    """The class token, the mean over patch tokens, or for comparison the pixels at 16 × 16 px."""
     workers: Workers = 0  # Processes that load images.
     cache: bool = True  # Keep features on disk and reuse them.
 
@@ -114,8 +115,9 @@ class Linear(FewLabels):
     base_lr: Above0 | None = None
     """Learning rate of the paper's protocol for a batch of 256; by default 0.05, 0.02 and 0.01 for ViT-T, -S and -B."""
     batch_size: Count | None = None  # Batch size of the paper's protocol; by default 256 up to 64 px, 1024 above.
-    pool: Literal["token", "mean", "attentive"] = "token"
-    """The class token, the mean over patch tokens, or a learned query that attends to them (fast protocol only)."""
+    pool: Literal["token", "mean", "attentive", "pixels"] = "token"
+    """The class token or the mean over patch tokens; with the fast protocol also a learned query that attends to the
+    patch tokens (attentive), or for comparison the pixels at 16 × 16 px."""
     cache: bool = True  # Keep features on disk and reuse them.
 
 
@@ -197,6 +199,8 @@ class Segment:
     weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     data: Path  # A folder with images and masks of class indices, as in Pets, CamVid or ADE20K, or COCO's.
     out: Path | None = None  # Folder of results.jsonl and what is trained; by default the run's. The same call resumes.
+    protocol: Literal["full", "fast"] = "full"
+    """Training on random crops and testing on whole images, or both on stored tokens of center crops."""
     finetune: bool = False  # Train the encoder, too.
     blocks: tuple[int, ...] = (-1,)  # Blocks whose patch tokens are concatenated; 0 is the first, -1 the last.
     image_size: Count | None = None
@@ -204,7 +208,7 @@ class Segment:
     ignore_index: tuple[int, ...] = (255,)  # Indices in masks that are neither learned nor counted.
     class_names: Path | None = None  # A file with a class name in each line, or with INDEX NAME in each line.
     test: str | None = None  # Name of the test split; by default the first there is of val, validation and test.
-    epochs: Above0 = 20.0  # Passes over the training images.
+    epochs: Above0 | None = None  # Passes over the training images; by default 20, with fast as many as needed.
     batch_size: Count = 32  # Images per optimizer step, over all processes.
     lr: Above0 | None = None  # Learning rate of AdamW; by default 1e-2, with --finetune 5e-4.
     weight_decay: NonNegative = 1e-4  # AdamW's weight decay.
@@ -213,6 +217,26 @@ class Segment:
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
     device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
+    seed: int = 0  # Seed of every random number.
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluate encoders by everything cheap on several data sets, next to the untrained network and raw pixels."""
+
+    runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
+    data: tuple[str, ...]  # Labeled images; folders with masks, too, or only with masks, are segmented.
+    out: Path = Path("evaluation")  # Folder of results and table. The same call resumes.
+    protocols: tuple[Literal["knn", "linear", "few-shot", "attentive", "segment"], ...] = ()
+    """By default all: kNN, the fast linear protocol with all labels and with few, attentive probe, segmentation."""
+    all_steps: bool = False  # Evaluate every kept checkpoint of the runs, and draw the curve.
+    baselines: bool = True  # Evaluate the untrained networks and raw pixels, too.
+    shots: Count = 5  # Labeled images per class of few-shot.
+    draws: Count = 5  # Draws of these images; the result is their mean.
+    ignore_index: tuple[int, ...] = (255,)  # Indices in masks that are neither learned nor counted.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    device: Device = "auto"  # Device: auto, cpu or cuda.
+    workers: Workers = 0  # Processes that load images.
     seed: int = 0  # Seed of every random number.
 
 

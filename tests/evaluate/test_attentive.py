@@ -85,6 +85,6 @@ def test_a_whole_evaluation(backbone: Backbone) -> None:
 def test_mistakes_are_named(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="add --protocol fast"):
         linear(Linear("", "shapes:50", pool="attentive"), backbone)
-    monkeypatch.setattr("patchmix.evaluate.features._MOST_BYTES", 1000)
+    monkeypatch.setattr("patchmix.evaluate.features.MOST_BYTES", 1000)
     with pytest.raises(ValueError, match=r"patch tokens of the 2,000 images of shapes .* give fewer images"):
         linear(Linear("", "shapes:50", pool="attentive", protocol="fast"), backbone)

@@ -17,11 +17,22 @@ from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
 
 from patchmix.cli import main
-from patchmix.data.views import View
+from patchmix.data.contract import Source
+from patchmix.data.views import CenterCrop, View
 from patchmix.evaluate import segment as module
+from patchmix.evaluate.features import FeatureExtractor, Features
 from patchmix.evaluate.masks import IGNORED, Masked, open_masks, read_names
 from patchmix.evaluate.results import Result, read_results
-from patchmix.evaluate.segment import MaskedViews, Segmenter, WholeView, bootstrap, count_pixels, scores, segment
+from patchmix.evaluate.segment import (
+    MaskedViews,
+    Segmenter,
+    WholeView,
+    bootstrap,
+    center_mask,
+    count_pixels,
+    scores,
+    segment,
+)
 from patchmix.interop.backbone import Backbone
 from patchmix.nn.vit import patch_tokens
 from patchmix.settings import Segment
@@ -380,3 +391,58 @@ def test_mistakes_end_in_one_line(
         main(words)
     line = capsys.readouterr().err
     assert stop.value.code == 2 and line.count("\n") == 1 and message in line
+
+
+# ------------------------------------------------------------------------------------------------------- fast protocol
+
+
+def test_masks_are_cropped_as_their_images() -> None:
+    mask = np.arange(6 * 8, dtype=np.int32).reshape(6, 8)
+    assert np.array_equal(center_mask(mask, CenterCrop(6)), mask[:, 1:7])
+    doubled = np.repeat(np.repeat(mask, 2, axis=0), 2, axis=1)
+    assert np.array_equal(center_mask(mask, CenterCrop(8, resize=12)), doubled[2:10, 4:12])
+    # A picture of blocks, whose pixels are classes: cropped as an image it differs at edges only, and more if shifted.
+    blocks = np.kron(np.arange(20).reshape(4, 5), np.ones((10, 10))).astype(np.int32)
+    crop = CenterCrop(48, resize=64)
+    (picture,) = crop(
+        [np.repeat(blocks[:, :, None].astype(np.uint8) * 12, 3, axis=2)], epoch=0, indices=np.zeros(1, int)
+    )
+    cropped = 12 * center_mask(blocks, crop)
+    shifts = [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+    errors = [np.abs(picture[0, :, :, 0] - np.roll(cropped, shift, (0, 1)))[1:-1, 1:-1].mean() for shift in shifts]
+    assert shifts[int(np.argmin(errors))] == (0, 0)
+
+
+def test_tokens_that_know_the_class_segment_without_fault(
+    tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left and right halves, of a size that varies by patches, with one ignored row."""
+    for split, count in (("train", 6), ("val", 3)):
+        for i in range(count):
+            mask = np.zeros((32, 32), np.uint8)
+            mask[:, 8 * (1 + i % 3) :] = 5
+            mask[7] = 255
+            write_image(tmp_path / "data/images" / split / f"{i}.png", np.repeat(mask[:, :, None], 3, axis=2))
+            write_image(tmp_path / "data/masks" / split / f"{i}.png", mask)
+
+    def known(self: FeatureExtractor, source: Source) -> Features:
+        columns = [[float(c >= 1 + i % 3) for c in range(4)] * 4 for i in range(len(source))]
+        vectors = torch.tensor(columns)[:, :, None] * torch.tensor([1.0, -2.0]) + 0.5
+        return Features(vectors.half(), None, torch.arange(len(source)))
+
+    monkeypatch.setattr(FeatureExtractor, "features", known)
+    result = evaluate(backbone, tmp_path / "data", protocol="fast", epochs=None)
+    assert result.protocol == "segment-fast" and result.images == 3
+    assert result.metrics == {"miou": 1.0, "pixel_accuracy": 1.0} and result.interval("miou") == (1.0, 1.0)
+    assert [row["pixels"] for row in result.details["classes"]] == [31 * 8 * 6, 31 * 8 * 6]
+
+
+def test_the_fast_protocol_on_scenes(scenes: Path, backbone: Backbone) -> None:
+    result = evaluate(backbone, scenes, protocol="fast", epochs=None)
+    share = max(row["pixels"] for row in result.details["classes"]) / sum(
+        r["pixels"] for r in result.details["classes"]
+    )
+    assert result.metrics["pixel_accuracy"] > share + 0.05  # better than background everywhere
+    assert evaluate(backbone, scenes, protocol="fast", epochs=None).metrics == result.metrics
+    with pytest.raises(ValueError, match="the fast protocol learns from stored tokens of the last block; leave out"):
+        evaluate(backbone, scenes, protocol="fast", blocks=(0, -1))

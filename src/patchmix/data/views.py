@@ -116,14 +116,16 @@ class CenterCrop:
     def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Pixels]:
         out = np.empty((len(images), self.size, self.size, 3), np.uint8)
         for image, place in zip(images, out, strict=True):
-            height, width = image.shape[:2]
-            shorter = min(height, width)
-            # torchvision truncates the longer side and rounds the crop's corner; so must we, to the pixel.
-            new_height, new_width = int(self.resize * height / shorter), int(self.resize * width / shorter)
-            resized = operations.resize(image, new_height, new_width)
-            top, left = round((new_height - self.size) / 2.0), round((new_width - self.size) / 2.0)
+            (height, top), (width, left) = self.axes(image.shape[:2])
+            resized = operations.resize(image, height, width)
             place[:] = resized[top : top + self.size, left : left + self.size]
         return [out]
+
+    def axes(self, sides: Sequence[int]) -> list[tuple[int, int]]:
+        """Length after resizing and begin of the crop, of each of an image's sides."""
+        # torchvision truncates the longer side and rounds the crop's corner; so must we, to the pixel.
+        resized = [int(self.resize * side / min(sides)) for side in sides]
+        return [(side, round((side - self.size) / 2.0)) for side in resized]
 
 
 def to_float(images: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> Tensor:

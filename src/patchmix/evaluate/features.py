@@ -46,7 +46,7 @@ LAYERS: dict[str, str] = {
 }
 SMALL_IMAGES = 64  # up to here images are evaluated whole, above with the usual margin of 8/7 (256 → 224)
 KEPT_BYTES = 10 * 2**30  # of all features on disk together; beyond that, those unused for longest go
-_MOST_BYTES = 8 * 2**30  # of patch tokens that may be held in memory
+MOST_BYTES = 8 * 2**30  # of patch tokens that may be held in memory
 _VERSION = 1  # part of every key: raise it when the same arguments give other features
 
 
@@ -81,6 +81,7 @@ class FeatureExtractor:
     workers: int = 0
     batch_size: int = 256
     cache: bool = True
+    memory: dict[Path, Features] | None = None  # features that several evaluations share, beside those on disk
 
     def __post_init__(self) -> None:
         self.image_size = self.backbone.architecture.image_size
@@ -95,24 +96,31 @@ class FeatureExtractor:
         """(N, D) features with labels, in the source's order, on every process."""
         return self.all_features(source, [self.pool])[self.pool]
 
-    def all_features(self, source: Source, pools: Sequence[str]) -> dict[str, Features]:
-        """Features of several pools (see `pooled_all`): those that are not on disk are computed in one pass."""
+    def patch_bytes(self, source: Source) -> int:
+        """What the patch tokens of all images need in memory."""
         shape = self.backbone.architecture
-        size = 2 * len(source) * (shape.image_size // shape.patch_size) ** 2 * shape.dim
-        if "patches" in pools and size > _MOST_BYTES:
+        return 2 * len(source) * (shape.image_size // shape.patch_size) ** 2 * shape.dim
+
+    def all_features(self, source: Source, pools: Sequence[str]) -> dict[str, Features]:
+        """Features of several pools (see `pooled_all`): those that are not stored are computed in one pass."""
+        if "patches" in pools and (size := self.patch_bytes(source)) > MOST_BYTES:
             raise ValueError(
                 f"the patch tokens of the {len(source):,} images of {source.name} take {size / 2**30:.0f} GB, at most "
-                f"{_MOST_BYTES >> 30} GB are held; give fewer images, or use --pool mean"
+                f"{MOST_BYTES >> 30} GB are held; give fewer images, or use --pool mean"
             )
         how: dict[str, Any] = {"image_size": self.image_size, "resize": self.resize}
         how |= {"mean": self.backbone.mean, "std": self.backbone.std}
-        # the number of heads shows in the architecture, but in no weight
-        origin = [_VERSION, self._digest, repr(shape), source.fingerprint()]
         paths, found = {}, {}
         for pool in pools:
-            key = json.dumps([*origin, how | {"pool": pool}], sort_keys=True).encode()
+            # The number of heads shows in the architecture, but in no weight.
+            whose = [] if pool == "pixels" else [self._digest, repr(self.backbone.architecture)]
+            key = json.dumps([_VERSION, *whose, source.fingerprint(), how | {"pool": pool}], sort_keys=True).encode()
             paths[pool] = cache_folder("features") / f"{hashlib.sha256(key).hexdigest()[:40]}.safetensors"
-            kept = _load(paths[pool], source) if self.cache else None
+            kept = (self.memory or {}).get(paths[pool])
+            if kept is not None:
+                kept = Features.of(source, kept.vectors, kept.indices)
+            elif self.cache:
+                kept = _load(paths[pool], source)
             # All processes read, or all compute: a home folder need not be shared between machines.
             if not distributed.any_process(kept is None, self.device):
                 assert kept is not None
@@ -125,6 +133,8 @@ class FeatureExtractor:
                 if self.cache and distributed.is_main():
                     _keep(paths[pool], features)
                 found[pool] = features
+        if self.memory is not None:
+            self.memory |= {paths[pool]: features for pool, features in found.items()}
         return found
 
 
@@ -155,7 +165,7 @@ def extract_all(
     """
     for pool in pools:
         if pool.partition("-")[0] not in LAYERS:
-            raise ValueError(f"pool is {pool!r}; it must be token (class token) or mean (of the patch tokens)")
+            raise ValueError(f"pool is {pool!r}; it must be {', '.join(LAYERS)}")
     world_size = distributed.world_size()
     share = {"rank": distributed.rank(), "world_size": world_size, "batch_size": batch_size, "workers": workers}
     vectors: dict[str, list[Tensor]] = {pool: [] for pool in pools}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchmix import distributed
 from patchmix.evaluate.features import check_finite
-from patchmix.evaluate.protocol import accuracy, open_task, wants_few_labels
+from patchmix.evaluate.protocol import Task, accuracy, open_task, wants_few_labels
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone
 from patchmix.progress import progress_bar
@@ -37,50 +37,54 @@ def knn(settings: Knn, backbone: Backbone | None = None) -> Result:
     through the last norm. `backbone` takes the place of `settings.weights`.
     """
     with open_task(settings, backbone, needs_test=wants_few_labels(settings)) as task:
-        data, draws = task.data, task.draws()
-        leave_one_out = data.test is None
-        if settings.k:
-            check_ks(settings.k, min(map(len, draws)) - int(leave_one_out))  # before the long part
-        pool, depth = settings.pool, task.backbone.architecture.depth
-        blocks = {
-            block: pool if block == depth else f"{pool}-{block}" for block in chosen_blocks(settings.layers, depth)
-        }
-        extractor, pools = task.extractor(), list(dict.fromkeys([pool, *blocks.values()]))
-        bank = extractor.all_features(data.train, pools)
-        queries = bank if data.test is None else extractor.all_features(data.test, pools)
-        voters = min(len(bank[pool].at(positions).vectors) for positions in draws)
-        ks = tuple(dict.fromkeys(settings.k)) or fitting_ks(voters - int(leave_one_out))
-        headline = HEADLINE_K if HEADLINE_K in ks else ks[0]
-        tops = (1, 5) if data.classes > 5 else (1,)
-        truth = queries[pool].labels
-        assert truth is not None
-        found = []
-        for positions in draws:
-            predicted = {}
-            for each in pools:
-                voting = bank[each].at(positions)
-                assert voting.labels is not None
-                how: dict[str, Any] = {"ks": ks if each == pool else [headline], "leave_one_out": leave_one_out}
-                how |= {"device": task.device, "progress": True}
-                predicted[each] = knn_predict(voting.vectors, voting.labels, queries[each].vectors, **how)
-            metrics = {f"top{top}": accuracy(predicted[pool][headline], truth, top) for top in tops}
-            for k in ks:
-                metrics |= {f"top{top}@{k}": accuracy(predicted[pool][k], truth, top) for top in tops}
-            for block, name in blocks.items():
-                metrics[f"top1 of block {block}"] = accuracy(predicted[name][headline], truth)
-            found.append(metrics)
-        record = {
-            "k": headline,
-            "temperature": TEMPERATURE,
-            **extractor.record(),
-            "bank": voters,
-            "test": "leave-one-out" if leave_one_out else data.tested_on,
-        }
-        details: dict[str, Any] = {}
-        if blocks:
-            best = max(blocks, key=lambda block: sum(metrics[f"top1 of block {block}"] for metrics in found))
-            details = {"best_block": best, "best": "chosen on the test images"}
-        return task.result_over_draws("knn", found, len(truth), record, details)
+        return knn_of(task)
+
+
+def knn_of(task: Task) -> Result:
+    """`knn` of an open task."""
+    settings, data, draws = task.settings, task.data, task.draws()
+    assert isinstance(settings, Knn)
+    leave_one_out = data.test is None
+    if settings.k:
+        check_ks(settings.k, min(map(len, draws)) - int(leave_one_out))  # before the long part
+    pool, depth = settings.pool, task.backbone.architecture.depth
+    blocks = {block: pool if block == depth else f"{pool}-{block}" for block in chosen_blocks(settings.layers, depth)}
+    extractor, pools = task.extractor(), list(dict.fromkeys([pool, *blocks.values()]))
+    bank = extractor.all_features(data.train, pools)
+    queries = bank if data.test is None else extractor.all_features(data.test, pools)
+    voters = min(len(bank[pool].at(positions).vectors) for positions in draws)
+    ks = tuple(dict.fromkeys(settings.k)) or fitting_ks(voters - int(leave_one_out))
+    headline = HEADLINE_K if HEADLINE_K in ks else ks[0]
+    tops = (1, 5) if data.classes > 5 else (1,)
+    truth = queries[pool].labels
+    assert truth is not None
+    found = []
+    for positions in draws:
+        predicted = {}
+        for each in pools:
+            voting = bank[each].at(positions)
+            assert voting.labels is not None
+            how: dict[str, Any] = {"ks": ks if each == pool else [headline], "leave_one_out": leave_one_out}
+            how |= {"device": task.device, "progress": True}
+            predicted[each] = knn_predict(voting.vectors, voting.labels, queries[each].vectors, **how)
+        metrics = {f"top{top}": accuracy(predicted[pool][headline], truth, top) for top in tops}
+        for k in ks:
+            metrics |= {f"top{top}@{k}": accuracy(predicted[pool][k], truth, top) for top in tops}
+        for block, name in blocks.items():
+            metrics[f"top1 of block {block}"] = accuracy(predicted[name][headline], truth)
+        found.append(metrics)
+    record = {
+        "k": headline,
+        "temperature": TEMPERATURE,
+        **extractor.record(),
+        "bank": voters,
+        "test": "leave-one-out" if leave_one_out else data.tested_on,
+    }
+    details: dict[str, Any] = {}
+    if blocks:
+        best = max(blocks, key=lambda block: sum(metrics[f"top1 of block {block}"] for metrics in found))
+        details = {"best_block": best, "best": "chosen on the test images"}
+    return task.result_over_draws("knn", found, len(truth), record, details)
 
 
 def chosen_blocks(layers: Sequence[str | int], depth: int) -> list[int]:

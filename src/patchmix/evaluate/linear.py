@@ -51,33 +51,38 @@ def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
     is optimistic. Without a test split, a fifth of the images is held out to test on. `backbone` takes the place of
     `settings.weights`.
     """
-    fast = settings.protocol == "fast"
-    if fast and (settings.base_lr is not None or settings.batch_size is not None):
+    if not (fast := settings.protocol == "fast"):
+        if settings.pool in ("attentive", "pixels"):
+            raise ValueError(f"--pool {settings.pool} learns from stored features; add --protocol fast")
+        if wants_few_labels(settings):
+            raise ValueError("--shots and --fraction need the fast protocol; add --protocol fast")
+    elif settings.base_lr is not None or settings.batch_size is not None:
         raise ValueError("the fast protocol tries learning rates by itself; leave out --base-lr and --batch-size")
-    by_attention = settings.pool == "attentive"
-    if by_attention and not fast:
-        raise ValueError("--pool attentive learns from stored patch tokens; add --protocol fast")
-    if wants_few_labels(settings) and not fast:
-        raise ValueError("--shots and --fraction need the fast protocol; add --protocol fast")
     with open_task(settings, backbone, needs_test=True, many_passes=not fast) as task:
-        data, draws = task.data, task.draws()
-        assert data.test is not None
-        extractor = task.extractor()
-        test = extractor.features(data.test)
-        if fast:
-            train = extractor.features(data.train)
-            parts = [train.at(positions) for positions in draws]
-            one = partial(_attentive, heads=task.backbone.architecture.heads) if by_attention else _fast
-            outcomes = [one(settings, data.classes, part, test, task.device) for part in parts]
-        else:
-            outcomes = [_paper(settings, task, extractor, test)]
-        metrics, (record, *_), (details, *more) = zip(*outcomes, strict=True)
-        record |= extractor.record() | {"seed": settings.seed, "test": data.tested_on}
-        details = {} if more else details
-        if "best_epoch" in details:
-            details["best"] = "chosen on the test images"
-        name = "attentive" if by_attention else "linear-fast" if fast else "linear"
-        return task.result_over_draws(name, metrics, len(test.vectors), record, details)
+        return linear_of(task)
+
+
+def linear_of(task: Task) -> Result:
+    """`linear` of an open task, which has test images."""
+    settings, data, draws, extractor = task.settings, task.data, task.draws(), task.extractor()
+    assert isinstance(settings, Linear) and data.test is not None
+    test = extractor.features(data.test)
+    name = "linear"
+    if settings.protocol == "fast":
+        by_attention = settings.pool == "attentive"
+        name = "attentive" if by_attention else "linear-fast"
+        one = partial(_attentive, heads=task.backbone.architecture.heads) if by_attention else _fast
+        train = extractor.features(data.train)
+        parts = [train.at(positions) for positions in draws]
+        outcomes = [one(settings, data.classes, part, test, task.device) for part in parts]
+    else:
+        outcomes = [_paper(settings, task, extractor, test)]
+    metrics, (record, *_), (details, *more) = zip(*outcomes, strict=True)
+    record |= extractor.record() | {"seed": settings.seed, "test": data.tested_on}
+    details = {} if more else details
+    if "best_epoch" in details:
+        details["best"] = "chosen on the test images"
+    return task.result_over_draws(name, metrics, len(test.vectors), record, details)
 
 
 def usual_base_lr(dim: int) -> float:
@@ -109,7 +114,7 @@ class LinearMethod(SupervisedMethod):
 
 
 def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Features) -> Outcome:
-    assert settings.pool != "attentive"
+    assert settings.pool in ("token", "mean")
     data, device, size, seed = task.data, task.device, extractor.image_size, settings.seed
     batch_size = settings.batch_size or usual_batch(size, len(data.train), multiple=distributed.world_size())
     plan: dict[str, Any] = {

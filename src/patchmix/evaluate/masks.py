@@ -3,11 +3,11 @@
 import copy
 import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from patchmix.evaluate.detection.coco import CocoImages, Dataset, mask_of, read_
 from patchmix.evaluate.labeled import HELD_OUT, Labeled, Part, held_out
 from patchmix.progress import progress_bar
 
+T = TypeVar("T")
 Mask = npt.NDArray[np.int32]  # (H, W)
 IGNORED = -1
 _TRAIN, _TEST = ("train", "training"), ("val", "validation", "test")
@@ -31,6 +32,7 @@ _LAYOUTS = (  # images and masks of a split
     ("images", "annotations/trimaps"),  # Pets, divided by two lists
     ("images", "masks"),
 )
+_COCO = ("panoptic", "instances")
 _LISTS = ("annotations/trainval.txt", "annotations/test.txt")
 
 
@@ -62,12 +64,19 @@ class Masked(Part):
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def has_masks(data: Path) -> bool:
+    """Whether `open_masks` finds something to open."""
+    coco = (data / f"annotations/{kind}_train2017.json" for kind in _COCO)
+    folders = ([data / part.format(split) for part in layout] for layout in _LAYOUTS for split in _TRAIN)
+    return any(file.is_file() for file in coco) or any(all(f.is_dir() for f in pair) for pair in folders)
+
+
 def open_masks(data: Path, *, ignored: Sequence[int], names: Path | None = None, test: str | None = None) -> Labeled:
     """Training and test images with masks. Without a test split, a fifth of the training images is held out.
 
     ignored: indices that are neither learned nor counted. names: a file of class names. test: name of the test split.
     """
-    coco = [kind for kind in ("panoptic", "instances") if (data / f"annotations/{kind}_train2017.json").is_file()]
+    coco = [kind for kind in _COCO if (data / f"annotations/{kind}_train2017.json").is_file()]
     train, held = _open_coco(data, coco[0], test or "val2017") if coco else _open_folders(data, test)
     tested_on = "test split" if held else "a fifth held out"
     if held is None:
@@ -174,13 +183,16 @@ def _occurring(source: Masked, known: Mapping[int, str], ignored: Sequence[int])
             raise ValueError(f"{whose} has index {max(beyond)}, but {classes}; set --class-names or --ignore-index")
         return found
 
-    found: set[int] = set()
-    bar = progress_bar(f"masks of {source.name}", len(source), distributed.is_main())
+    return set().union(*in_threads(indices_of, source.positions, f"masks of {source.name}"))
+
+
+def in_threads(function: Callable[[int], T], indices: Indices, title: str) -> Iterator[T]:
+    """The function of each index, in order, computed by threads ahead of their use."""
+    bar = progress_bar(title, len(indices), distributed.is_main())
     with ThreadPoolExecutor() as pool, bar as advance:
-        for part in pool.map(indices_of, source.positions.tolist()):
-            found |= part
+        for result in pool.map(function, indices.tolist()):
+            yield result
             advance(1)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- COCO

@@ -20,9 +20,9 @@ from patchmix.data.contract import Source
 from patchmix.data.loader import Batch, Loader
 from patchmix.data.views import to_float
 from patchmix.device import autocast_dtype, resolve_device
-from patchmix.evaluate.features import SMALL_IMAGES, FeatureExtractor
+from patchmix.evaluate.features import SMALL_IMAGES, FeatureExtractor, Features
 from patchmix.evaluate.labeled import Labeled, few_labels, open_labeled
-from patchmix.evaluate.results import Result, append_result, mean_over_draws
+from patchmix.evaluate.results import RAW_PIXELS, Result, append_result, mean_over_draws
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
@@ -44,12 +44,15 @@ class Task:
     data: Labeled
     device: torch.device
     out: Path | None
+    memory: dict[Path, Features] | None = None  # features that several tasks share
 
     def extractor(self) -> FeatureExtractor:
         """For protocols on frozen features."""
-        options = {name: getattr(self.settings, name) for name in ("pool", "resize", "workers", "cache")}
-        options["pool"] = "patches" if options["pool"] == "attentive" else options["pool"]
-        return FeatureExtractor(self.backbone, self.device, **options)
+        given = vars(self.settings)
+        options = {name: given[name] for name in ("pool", "resize", "workers", "cache") if name in given}
+        if options.get("pool", "attentive") == "attentive":  # so does segmentation
+            options["pool"] = "patches"
+        return FeatureExtractor(self.backbone, self.device, memory=self.memory, **options)
 
     def fit(
         self, protocol: str, method: "SupervisedMethod", transform: Any, settings: Mapping[str, Any], **options: Any
@@ -80,7 +83,10 @@ class Task:
         intervals: dict[str, tuple[float, float]] | None = None,
     ) -> Result:
         """The result, also written to results.jsonl; every process gets it."""
-        origin = str(self.settings.data), self.data.fingerprint(), encoder_name(self.backbone), self.digest
+        whose = encoder_name(self.backbone), self.digest
+        if getattr(self.settings, "pool", None) == "pixels":
+            whose = RAW_PIXELS, RAW_PIXELS
+        origin = str(self.settings.data), self.data.fingerprint(), *whose
         result = Result(protocol, metrics, images, *origin, settings, details or {}, intervals=intervals or {})
         if self.out is not None and distributed.is_main():
             append_result(self.out, result)

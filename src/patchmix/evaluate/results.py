@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 FILE = "results.jsonl"
+RAW_PIXELS = "raw pixels"  # encoder and weights of results that need none
 _Z95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 PROTOCOL_NAMES: dict[str, str] = {
     "knn": "kNN",
@@ -26,6 +27,7 @@ PROTOCOL_NAMES: dict[str, str] = {
     "finetune": "fine-tune",
     "detect": "detection (box / mask AP)",
     "segment": "segmentation (mIoU of a linear layer)",
+    "segment-fast": "segmentation (mIoU of a linear layer on stored patch tokens)",
     "segment-finetune": "segmentation (mIoU, fine-tuned)",
 }
 AP_NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75", "ap_small": "APs", "ap_medium": "APm", "ap_large": "APl"}

@@ -21,10 +21,11 @@ from patchmix.data.contract import Indices
 from patchmix.data.decode import Pixels
 from patchmix.data.loader import Batch, one_pass
 from patchmix.data.randomness import uniforms
-from patchmix.data.views import DRAWS, View, as_channels, draw_parameters, render, to_float
+from patchmix.data.views import DRAWS, CenterCrop, View, as_channels, draw_parameters, render, to_float
 from patchmix.device import autocast_dtype
+from patchmix.evaluate import sweep
 from patchmix.evaluate.detection.inference import color, write_picture
-from patchmix.evaluate.masks import IGNORED, Mask, Masked, open_masks
+from patchmix.evaluate.masks import IGNORED, Mask, Masked, in_threads, open_masks
 from patchmix.evaluate.protocol import SupervisedMethod, Task, groups_with_head, open_task
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone
@@ -33,11 +34,26 @@ from patchmix.nn.vit import check_blocks, patch_size_of, patch_tokens
 from patchmix.progress import progress_bar
 from patchmix.settings import Segment
 
+EPOCHS = 20.0
 CROP_AREA = (0.25, 1.0)
 WARMUP = 0.05  # of the training
 DRAWN = 1000  # bootstrap samples
+FAST = sweep.Candidate(0.3, 1e-4)  # patches are so many that there is nothing to choose
+FAST_STEPS = 2000
+_LOGITS = 1 << 24  # held at a time: 64 MB
 _PANEL = 256  # px: pictures are at least this high
-_NOT_RECORDED = ("weights", "data", "class_names", "test", "pictures", "encoder", "device", "workers", "out")
+_NOT_RECORDED = (
+    "weights",
+    "data",
+    "class_names",
+    "test",
+    "pictures",
+    "encoder",
+    "device",
+    "workers",
+    "out",
+    "protocol",
+)
 
 
 def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
@@ -48,8 +64,16 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
     bootstrap over test images; `details["classes"]` has the IoU of each class. Pictures of some test images (image,
     truth, prediction) go to the folder segment-… beside results.jsonl. `backbone` is used in place of the weights.
     """
+    fast = settings.protocol == "fast"
+    if fast and (settings.finetune or settings.image_size or settings.lr or settings.blocks != (-1,)):
+        raise ValueError(
+            "the fast protocol learns from stored tokens of the last block; leave out --finetune, --blocks, "
+            "--image-size and --lr"
+        )
     data = open_masks(settings.data, ignored=settings.ignore_index, names=settings.class_names, test=settings.test)
     with open_task(settings, backbone, data=data) as task:
+        if fast:
+            return segment_fast_of(task)
         train, test, encoder = data.train, data.test, task.backbone.encoder(any_image_size=True)
         assert isinstance(train, Masked) and isinstance(test, Masked)
         patch, size = patch_size_of(encoder), settings.image_size or task.backbone.architecture.image_size
@@ -57,6 +81,7 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
             raise ValueError(f"image size {size} must be a multiple of the patch size {patch}")
         record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
         record |= {"image_size": size, "lr": settings.lr or (5e-4 if settings.finetune else 1e-2)}
+        record["epochs"] = settings.epochs or EPOCHS
         if len(train) < settings.batch_size:
             record["batch_size"] = max(1, len(train) // distributed.world_size()) * distributed.world_size()
         with torch.random.fork_rng(devices=[]):
@@ -204,13 +229,18 @@ def count_pixels(model: Segmenter, task: Task, view: WholeView) -> Tensor:
             errors += batch.bad
             if batch.views:
                 truth, predicted = batch.views[1][0].long(), predict(model, task, batch.views).cpu()
-                truth, predicted = truth[truth != IGNORED], predicted[truth != IGNORED]
-                parts = truth[truth == predicted], truth, predicted
-                rows.append(torch.stack([torch.bincount(part, minlength=classes) for part in parts])[None])
+                rows.append(count(truth, predicted, classes)[None])
             advance(1)
     if failed := [error for part in distributed.gather_json(errors, task.device) for error in part]:
         raise ValueError(f"{min(failed)}; evaluation needs every image of {view.source.name}")
     return torch.cat(distributed.gather_rows(torch.cat(rows), task.device))
+
+
+def count(truth: Tensor, predicted: Tensor, classes: int) -> Tensor:
+    """Two images of classes → pixels found, of the truth and predicted, where the truth counts: (3, K)."""
+    truth, predicted = truth[truth != IGNORED], predicted[truth != IGNORED]
+    parts = truth[truth == predicted], truth, predicted
+    return torch.stack([torch.bincount(part, minlength=classes) for part in parts])
 
 
 def scores(counts: Tensor) -> dict[str, Tensor]:
@@ -240,6 +270,63 @@ def class_rows(counts: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
         for i, name in enumerate(names)
         if truth[i]
     ]
+
+
+# ------------------------------------------------------------------------------------------------------- fast protocol
+
+
+def segment_fast_of(task: Task) -> Result:
+    """`segment --protocol fast` of an open task: on stored patch tokens of center crops, in seconds.
+
+    A patch's label is the class of one of its pixels, drawn at random, so that the expected loss is that of all pixels.
+    Logits are enlarged to the crop. Metrics as of `segment`, over the pixels of the test crops.
+    """
+    settings, data, extractor, classes = task.settings, task.data, task.extractor(), task.data.classes
+    train, test, size = data.train, data.test, extractor.image_size
+    assert isinstance(settings, Segment) and isinstance(train, Masked) and isinstance(test, Masked)
+    side = size // task.backbone.architecture.patch_size
+    crop = CenterCrop(size, resize=extractor.resize)
+    found = [extractor.features(source.images).at(source.positions) for source in (train, test)]
+    tokens, test_tokens = (features.vectors for features in found)  # (N, T, D), of images that can be decoded
+    places = [
+        np.searchsorted(source.positions, f.indices.numpy()) for source, f in zip((train, test), found, strict=True)
+    ]
+
+    def patch_labels(index: int) -> Tensor:
+        mask = center_mask(train.mask(index), crop).reshape(side, size // side, side, size // side)
+        patches = mask.transpose(0, 2, 1, 3).reshape(side * side, -1)
+        drawn = np.random.default_rng((settings.seed, index)).integers(patches.shape[1], size=len(patches))
+        return torch.from_numpy(patches[np.arange(len(patches)), drawn])
+
+    labels = torch.cat(list(in_threads(patch_labels, places[0], f"masks of {train.name}"))).long()
+    rows = (labels != IGNORED).nonzero().flatten()
+    epochs = round(settings.epochs or -(-FAST_STEPS // max(1, len(rows) // sweep.BATCH)))
+    how: dict[str, Any] = {"classes": classes, "epochs": max(1, epochs), "seed": settings.seed, "device": task.device}
+    layer = sweep.fit_candidates(tokens.flatten(0, 1), labels, [FAST], rows=rows, **how)
+
+    truths = in_threads(lambda index: center_mask(test.mask(index), crop), places[1], f"masks of {test.name}")
+    counts = []
+    for block in test_tokens.split(max(1, _LOGITS // (classes * size * size))):  # type: ignore[no-untyped-call]
+        logits = layer.logits(layer.prepare(block.flatten(0, 1))).view(len(block), side, side, classes)
+        enlarged = F.interpolate(logits.permute(0, 3, 1, 2), (size, size), mode="bilinear")
+        answers = zip(enlarged.argmax(dim=1).cpu(), truths, strict=False)
+        counts += [count(torch.from_numpy(truth).long(), predicted, classes) for predicted, truth in answers]
+    every = torch.stack(counts)  # (N, 3, K)
+    record = {**extractor.record(), "epochs": float(epochs), "seed": settings.seed, "augmentation": "none"}
+    record |= {"ignore_index": list(settings.ignore_index), "test": data.tested_on}
+    metrics = {name: float(value) for name, value in scores(every.sum(dim=0)).items()}
+    details = {"classes": class_rows(every.sum(dim=0), test.classes)}
+    return task.result("segment-fast", metrics, len(every), record, details, bootstrap(every))
+
+
+def center_mask(mask: Mask, crop: CenterCrop) -> Mask:
+    """The nearest pixels of a mask where `crop` has the image's: (size, size)."""
+    places = [
+        ((begin + np.arange(crop.size) + 0.5) * old / new).astype(int)
+        for old, (new, begin) in zip(mask.shape, crop.axes(mask.shape), strict=True)
+    ]
+    cropped: Mask = mask[np.ix_(*places)]
+    return cropped
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures

@@ -21,7 +21,7 @@ from patchmix.evaluate.features import check_finite
 LRS = (0.03, 0.1, 0.3, 1.0)  # relative to 1 / the variance along each axis
 DECAYS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
 MOMENTUM = 0.9
-_BATCH = 1024
+BATCH = 1024
 _LOGITS = 1 << 25  # held at a time: 128 MB
 _LEAST_VARIANCE = 1e-3  # axes with less, of the mean axis's, get no larger steps: there is noise only
 _LEAST_STEPS = 600  # small sets get more epochs
@@ -57,7 +57,7 @@ class Classifiers:
 
 def usual_epochs(images: int) -> int:
     """Enough steps to converge, also where an epoch has few of them."""
-    return max(_LEAST_EPOCHS, math.ceil(_LEAST_STEPS / max(1, images // _BATCH)))
+    return max(_LEAST_EPOCHS, math.ceil(_LEAST_STEPS / max(1, images // BATCH)))
 
 
 def grid(lrs: Sequence[float] = LRS, decays: Sequence[float] = DECAYS) -> list[Candidate]:
@@ -90,7 +90,7 @@ def fit_candidates(
     along = 1.0 / (models.variance.clamp_min(_LEAST_VARIANCE)[:, None, None] + decay)  # (D, C, 1)
     speeds = torch.zeros_like(models.weight), torch.zeros_like(models.bias)
 
-    size = min(_BATCH, count, max(64, _LOGITS // (len(candidates) * classes)))
+    size = min(BATCH, count, max(64, _LOGITS // (len(candidates) * classes)))
     steps = count // size
     generator = torch.Generator().manual_seed(seed)
     done, total = 0, epochs * steps

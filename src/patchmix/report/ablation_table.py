@@ -188,7 +188,7 @@ def write_table(table: AblationTable, folder: Path) -> list[Path]:
 
 def markdown(table: AblationTable) -> str:
     lines = [f"# {TITLES[table.ablation]}", "", f"Trained on {table.data}: {table.training}.", ""]
-    lines += [*_markdown_table(columns(table), [cells(table, row) for row in table.rows]), ""]
+    lines += [*markdown_table(columns(table), [cells(table, row) for row in table.rows]), ""]
     if table.evaluated_on is None:
         lines += ["There are no labels: effective rank and mean cosine of the features at the end of the training."]
     else:
@@ -198,11 +198,11 @@ def markdown(table: AblationTable) -> str:
     if any(row.paper for row in table.rows):
         lines += ["", "The paper's numbers (ViT-S/2, its protocol and length; –: not in it, NA: no convergence):", ""]
         head = ["row", "CIFAR-10 kNN", "linear", "CIFAR-100 kNN", "linear"]
-        lines += _markdown_table(head, [[row.name, *_paper_cells(row)] for row in table.rows])
+        lines += markdown_table(head, [[row.name, *_paper_cells(row)] for row in table.rows])
     return "\n".join(lines) + "\n"
 
 
-def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from patchmix.config import Config
 from patchmix.evaluate.monitor import collapse_warning
-from patchmix.evaluate.results import PROTOCOL_NAMES, Result, protocol_name, read_results
+from patchmix.evaluate.results import PROTOCOL_NAMES, RAW_PIXELS, Result, protocol_name, read_results
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
@@ -164,7 +164,8 @@ def verdict(record: Record) -> tuple[str, bool]:
         trained = f"unfinished, at epoch {epoch:.3g}"
         trained += f" of {record.config.train.epochs:g}" if record.config else ""
     accuracy = "kNN not measured" if knn is None else f"kNN {100 * knn:.1f} % in the training monitor"
-    measured = next((result for result in reversed(record.results) if result.protocol == "knn"), None)
+    own = [result for result in record.results if result.protocol == "knn" and result.weights != RAW_PIXELS]
+    measured = own[-1] if own else None
     if measured is not None:
         low, high = measured.interval()
         accuracy = f"kNN {100 * measured.top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"

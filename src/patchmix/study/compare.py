@@ -21,6 +21,7 @@ PROTOCOLS = {
     "finetune": "fine-tune",
     "detect": "box / mask AP",
     "segment": "mIoU",
+    "segment-fast": "mIoU (fast)",
     "segment-finetune": "mIoU, fine-tuned",
 }
 # Settings that may differ from the recipe's in the same training.

@@ -1,0 +1,320 @@
+"""`patchmix evaluate`: everything cheap, of several encoders on several sets of data, in one table."""
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from patchmix.build import build_encoder, encoder_config
+from patchmix.data.sources import open_source
+from patchmix.device import resolve_device
+from patchmix.evaluate.features import MOST_BYTES, Features
+from patchmix.evaluate.knn import TEMPERATURE, knn_of
+from patchmix.evaluate.labeled import Labeled, few_labels, open_labeled
+from patchmix.evaluate.linear import linear_of
+from patchmix.evaluate.masks import Masked, has_masks, open_masks
+from patchmix.evaluate.protocol import Task
+from patchmix.evaluate.results import RAW_PIXELS, Result, read_results
+from patchmix.evaluate.segment import segment_fast_of
+from patchmix.files import replacing, write_text
+from patchmix.interop.backbone import Backbone
+from patchmix.interop.loading import load_backbone
+from patchmix.nn.vit import initialize_as_mocov3
+from patchmix.report.ablation_table import markdown_table
+from patchmix.report.style import look, style
+from patchmix.settings import Evaluate, Knn, Linear, Segment
+from patchmix.study.compare import stored_config
+from patchmix.train.checkpoint import run_lock
+
+TITLES = {"knn": "kNN", "linear": "linear", "few-shot": "{}-shot", "attentive": "attentive", "segment": "mIoU"}
+UNTRAINED = "untrained"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table: an encoder, or the pixels that `backbone` would see."""
+
+    name: str
+    backbone: Backbone
+    digest: str
+    runs: tuple[str, ...] = ()  # whose curves it belongs to
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class DataSet:
+    name: str
+    labeled: Labeled | None
+    masked: Labeled | None
+
+
+@dataclass(frozen=True)
+class Score:
+    """A cell of the table."""
+
+    entry: Entry
+    data: str
+    protocol: str  # a key of TITLES
+    result: Result
+
+    @property
+    def percent(self) -> tuple[float, float, float]:
+        """The headline and its 95 % interval, in %."""
+        metric = self.result.main
+        low, high = self.result.interval(metric)
+        return 100 * self.result.metrics[metric], 100 * low, 100 * high
+
+
+def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
+    """Evaluates every encoder on every set of data, prints the table and writes evaluation.md and .csv to `out`.
+
+    Each image passes an encoder once, for all protocols. Results are kept in `out`/results.jsonl; the same call goes on
+    with what is missing. With `all_steps` there is a row for each checkpoint, and evaluation.png shows the curves.
+    """
+    if not settings.runs or not settings.data:
+        raise ValueError("there is nothing to evaluate; give at least one run's folder, and its data by --data")
+    console, device = console or Console(), resolve_device(settings.device)
+    entries = list(find_entries(settings))
+    sets = [open_set(name, settings) for name in settings.data]
+    scores: list[Score] = []
+    with run_lock(settings.out):
+        known = read_results(settings.out)
+        for data in sets:
+            for entry in entries:
+                scores += evaluate_one(settings, entry, data, known, device, console)
+        console.print(as_table(scores, settings))
+        paths = write_files(scores, settings)
+    console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True)
+    return scores
+
+
+# ------------------------------------------------------------------------------------------------- encoders and data
+
+
+def find_entries(settings: Evaluate) -> Iterator[Entry]:
+    """The encoders of all runs, then the untrained ones, then the pixels."""
+    baselines: dict[str, Entry] = {}
+    for source in settings.runs:
+        last = load_backbone(source, encoder=settings.encoder)
+        loaded, folder = [last], Path(source)
+        if settings.all_steps:
+            files = sorted(folder.glob("checkpoints/step-*.pt"))
+            if not files:
+                raise ValueError(
+                    f"{source} has no checkpoints for --all-steps; give a run, made with --keep-checkpoints"
+                )
+            loaded = [load_backbone(file, encoder=settings.encoder) for file in files]
+            if all(each.digest() != last.digest() for each in loaded):
+                loaded.append(last)
+        for each in loaded:
+            step = each.origin.get("step")
+            name = f"{last.name}, step {step:,}" if settings.all_steps and step is not None else last.name
+            yield Entry(name, each, each.digest(), (source,), step)
+        random = untrained(source, last)
+        same = baselines.get(digest := random.digest())
+        baselines[digest] = Entry(UNTRAINED, random, digest, (*(same.runs if same else ()), source), 0)
+    if settings.baselines:
+        several = len(baselines) > 1
+        for entry in baselines.values():
+            yield replace(entry, name=f"{UNTRAINED} {entry.runs[0]}") if several else entry
+        yield Entry(RAW_PIXELS, last, RAW_PIXELS)
+
+
+def untrained(source: str, backbone: Backbone) -> Backbone:
+    """The network that a run started from; for other weights, one of their architecture."""
+    config = stored_config(Path(source))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed if config else 0)
+        encoder = build_encoder(encoder_config(config)) if config else backbone.architecture.create()
+        if config is None:
+            initialize_as_mocov3(encoder)
+    return replace(backbone, weights=encoder.state_dict(), origin={}, name=UNTRAINED)
+
+
+def open_set(name: str, settings: Evaluate) -> DataSet:
+    """Labeled images, images with masks, or both: a folder with masks may have classes below images/."""
+    root, masked, labeled = Path(name), None, None
+    if has_masks(root):
+        masked = open_masks(root, ignored=settings.ignore_index)
+        root /= "images"
+    if masked is None:
+        labeled = open_labeled(name)
+    elif root.is_dir() and open_source(root, "train", class_folders=True, cache_bytes=0).labels is not None:
+        labeled = open_labeled(root)
+    if labeled is not None:
+        labeled = labeled.with_test()
+        if "few-shot" in (settings.protocols or TITLES):  # finds a class with too few images before the long part
+            few_labels(labeled.train, shots=settings.shots, fraction=None, seed=settings.seed, draw=0)
+    return DataSet(name, labeled, masked)
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluation
+
+
+@dataclass(frozen=True)
+class Job:
+    """One protocol for one encoder and set of data."""
+
+    protocol: str  # a key of TITLES
+    task: Task
+    run: Callable[[Task], Result]
+    name: str  # of the protocol in results
+    settings: dict[str, Any]  # that a known result must have
+
+    def finds(self, known: Sequence[Result]) -> Result | None:
+        """The latest known result of the same encoder, data and settings."""
+        same = self.name, self.task.data.fingerprint(), self.task.digest
+        settings = self.task.extractor().record() | self.settings
+        for each in reversed(known):
+            if (each.protocol, each.fingerprint, each.weights) == same and settings.items() <= each.settings.items():
+                return each
+        return None
+
+    def sources(self) -> list[Any]:
+        """Whose features it needs."""
+        parts = self.task.data.train, self.task.data.test
+        return [part.images if isinstance(part, Masked) else part for part in parts]
+
+
+def jobs_of(settings: Evaluate, entry: Entry, data: DataSet, device: torch.device) -> Iterator[Job]:
+    """All that applies: pixels have no tokens to attend to or to segment by."""
+    pixels, memory = entry.digest == RAW_PIXELS, dict[Path, Features]()
+    common: dict[str, Any] = {"weights": "", "data": data.name, "workers": settings.workers}
+    fast: dict[str, Any] = common | {"protocol": "fast", "pool": "pixels" if pixels else "token"}
+    seed: dict[str, Any] = {"seed": settings.seed}
+    few: dict[str, Any] = seed | {"shots": settings.shots, "draws": settings.draws}
+    masks: dict[str, Any] = {"data": Path(data.name), "protocol": "fast", "ignore_index": settings.ignore_index}
+
+    def job(protocol: str, own: Any, run: Callable[[Task], Result], name: str, known: dict[str, Any]) -> Iterator[Job]:
+        labeled = data.masked if protocol == "segment" else data.labeled
+        if labeled is not None and protocol in (settings.protocols or TITLES):
+            yield Job(
+                protocol,
+                Task(own, entry.backbone, entry.digest, labeled, device, settings.out, memory),
+                run,
+                name,
+                known,
+            )
+
+    yield from job("knn", Knn(**common, pool=fast["pool"]), knn_of, "knn", {"temperature": TEMPERATURE})
+    yield from job("linear", Linear(**fast, **seed), linear_of, "linear-fast", seed)
+    yield from job("few-shot", Linear(**fast, **few), linear_of, f"linear-fast@{settings.shots}-shot", few)
+    if not pixels:
+        yield from job("attentive", Linear(**fast | {"pool": "attentive"}, **seed), linear_of, "attentive", seed)
+        known = seed | {"ignore_index": [*settings.ignore_index]}
+        yield from job("segment", Segment(**common | masks, **seed), segment_fast_of, "segment-fast", known)
+
+
+def evaluate_one(
+    settings: Evaluate, entry: Entry, data: DataSet, known: Sequence[Result], device: torch.device, console: Console
+) -> list[Score]:
+    """The scores of one encoder on one set of data; what is not known is evaluated."""
+    found: dict[str, Result] = {}
+    missing: list[Job] = []
+    wanted: dict[str, tuple[Any, list[str]]] = {}  # by fingerprint: protocols share images
+    for job in jobs_of(settings, entry, data, device):
+        extractor = job.task.extractor()
+        if extractor.pool == "patches" and max(map(extractor.patch_bytes, job.sources())) > MOST_BYTES:
+            console.print(
+                f"{data.name} has too many patch tokens for {job.protocol}, which is left out", soft_wrap=True
+            )
+        elif (result := job.finds(known)) is not None:
+            found[job.protocol] = result
+        else:
+            missing.append(job)
+            for source in job.sources():
+                wanted.setdefault(source.fingerprint(), (source, []))[1].append(extractor.pool)
+    for source, pools in wanted.values():
+        missing[0].task.extractor().all_features(source, list(dict.fromkeys(pools)))
+    for job in missing:
+        console.print(f"{entry.name} on {data.name}: {title(job.protocol, settings)}", style="dim", soft_wrap=True)
+        found[job.protocol] = job.run(job.task)
+    return [Score(entry, data.name, protocol, found[protocol]) for protocol in TITLES if protocol in found]
+
+
+# ---------------------------------------------------------------------------------------------------- table and files
+
+
+def title(protocol: str, settings: Evaluate) -> str:
+    return TITLES[protocol].format(settings.shots)
+
+
+def cells(scores: Sequence[Score], settings: Evaluate) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table."""
+    protocols = [name for name in TITLES if any(score.protocol == name for score in scores)]
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for score in scores:
+        value, low, high = score.percent
+        row = rows.setdefault((score.data, score.entry.name), {})
+        row[score.protocol] = f"{value:.1f} ± {(high - low) / 2:.1f}"
+    head = ["data", "encoder", *(title(name, settings) for name in protocols)]
+    return head, [[*names, *(row.get(name, "–") for name in protocols)] for names, row in rows.items()]
+
+
+def as_table(scores: Sequence[Score], settings: Evaluate) -> Table:
+    head, rows = cells(scores, settings)
+    table = Table(caption="accuracy or mIoU in % with 95 % interval", box=None, padding=(0, 2, 0, 0))
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i < 2 else "right", overflow="fold", no_wrap=i >= 2)
+    for i, row in enumerate(rows):
+        table.add_row(*row, end_section=i + 1 < len(rows) and rows[i + 1][0] != row[0])
+    return table
+
+
+def write_files(scores: Sequence[Score], settings: Evaluate) -> list[Path]:
+    """evaluation.md and .csv, and .png where there are curves."""
+    paths = [settings.out / f"evaluation{ending}" for ending in (".md", ".csv", ".png")]
+    lines = ["# Evaluation", "", *markdown_table(*cells(scores, settings)), ""]
+    lines += ["Top-1 accuracy or mIoU in %, with the half width of the 95 % interval."]
+    lines += [f"{settings.shots}-shot: the fast linear protocol, mean of {settings.draws} draws."]
+    write_text(paths[0], "\n".join(lines) + "\n")
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["data", "encoder", "step", "protocol", "percent", "low", "high", "images", "weights"])
+    for score in scores:
+        result, numbers = score.result, [f"{value:.3f}" for value in score.percent]
+        writer.writerow(
+            [score.data, score.entry.name, score.entry.step, result.protocol, *numbers, result.images, result.weights]
+        )
+    write_text(paths[1], out.getvalue())
+    if not settings.all_steps:
+        return paths[:2]
+    with replacing(paths[2]) as temporary:
+        curves(scores, settings).savefig(temporary, format="png", bbox_inches="tight")
+    return paths
+
+
+@style()
+def curves(scores: Sequence[Score], settings: Evaluate) -> Figure:
+    """A panel for each set of data and protocol: the runs' checkpoints with intervals, and pixels as a line."""
+    panels: dict[tuple[str, str], list[Score]] = {}
+    for score in scores:
+        panels.setdefault((score.data, score.protocol), []).append(score)
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.6 * columns, 2.8 * rows))
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, ((data, protocol), some) in zip(axes, panels.items(), strict=False):
+        for i, run in enumerate(dict.fromkeys(settings.runs)):
+            points = sorted(
+                (s.entry.step, *s.percent) for s in some if run in s.entry.runs and s.entry.step is not None
+            )
+            steps, values, lows, highs = zip(*points, strict=True)
+            axis.plot(steps, values, "o-", color=look(i)[0], markersize=3, label=run)
+            axis.fill_between(steps, lows, highs, color=look(i)[0], alpha=0.15, linewidth=0)
+        for score in some:
+            if score.entry.name == RAW_PIXELS:
+                axis.axhline(score.percent[0], color="gray", linestyle="--", linewidth=1, label=RAW_PIXELS)
+        axis.set(title=f"{data}: {title(protocol, settings)} (%)", xlabel="step")
+        axis.legend(fontsize=7)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    figure.tight_layout()
+    return figure
