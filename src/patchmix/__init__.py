@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_VERBS = ("ablate", "detect", "embed", "finetune", "knn", "linear", "pretrain", "segment", "shards")
+_VERBS = ("ablate", "adapt", "detect", "embed", "finetune", "knn", "linear", "pretrain", "segment", "shards")
 _MODULES = {
     "Mixed": "patchmix.mixing:Mixed",
     "PatchMix": "patchmix.mixing:PatchMix",

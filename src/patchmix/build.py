@@ -18,8 +18,9 @@ from patchmix.data.memory import check_decodable
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import View, Views
 from patchmix.device import autocast_dtype, check_compiler
+from patchmix.evaluate.guard import Neighbors
 from patchmix.evaluate.monitor import LIDAR_IMAGES, lidar_monitor, monitor
-from patchmix.interop.backbone import check_weights
+from patchmix.interop.backbone import check_weights, fitted
 from patchmix.methods.byol import BYOL
 from patchmix.methods.dino import DINO
 from patchmix.methods.ibot import IBOT
@@ -30,8 +31,15 @@ from patchmix.methods.regioncl import RegionCL
 from patchmix.methods.sdmp import SDMP
 from patchmix.methods.simclr import SimCLR
 from patchmix.methods.swav import SwAV
-from patchmix.nn.vit import create_encoder, initialize_as_mocov3, initialize_attention_as_mimetic, set_sincos_positions
+from patchmix.nn.vit import (
+    create_encoder,
+    freeze_blocks,
+    initialize_as_mocov3,
+    initialize_attention_as_mimetic,
+    set_sincos_positions,
+)
 from patchmix.schedules import Cosine, Linear, WarmupCosine
+from patchmix.train import optimizer
 from patchmix.train.loop import Evaluator, Plan
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -71,6 +79,8 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
         encoder.patch_embed.requires_grad_(False)
     if model.freeze_pos_embed and encoder.pos_embed is not None:
         encoder.pos_embed.requires_grad_(False)
+    if model.freeze_blocks:
+        freeze_blocks(encoder, model.freeze_blocks)
     return encoder
 
 
@@ -88,6 +98,7 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
         sizes = bool(config.views.local_crops or config.train.image_sizes)
         encoder = build_encoder(encoder_config(config), any_image_size=sizes)
         if encoder_weights is not None:
+            encoder_weights = fitted(encoder_weights, encoder)
             check_weights(encoder_weights, encoder.state_dict(), "the weights to start from do not fit the model")
             encoder.load_state_dict(encoder_weights)
         encoder.set_grad_checkpointing(config.runtime.recompute)
@@ -173,8 +184,19 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
     )
 
 
+def build_optimizer(config: Config, method: Method) -> torch.optim.AdamW:
+    names = ("name", "betas", "eps", "encoder_lr", "layer_decay", "head_warmup")
+    settings = {name: getattr(config.optim, name) for name in names}
+    return optimizer.build_optimizer(method, encoder=method.encoder, **settings)
+
+
 def build_evaluators(
-    config: Config, method: Method, source: Source, image_size: int, device: torch.device
+    config: Config,
+    method: Method,
+    source: Source,
+    image_size: int,
+    device: torch.device,
+    neighbors: Neighbors | None = None,
 ) -> list[Evaluator]:
     """Health of the features of some training images, kNN where they have labels, and LiDAR of the embeddings."""
     has_test = source.labels is not None and has_split(config.data.path, "test")
@@ -183,6 +205,6 @@ def build_evaluators(
     common: dict[str, Any] = {"mean": config.views.mean, "std": config.views.std, "device": device}
     two_views, few = build_views(config.views, image_size)[:2], min(LIDAR_IMAGES, bank)
     return [
-        monitor(source, test, bank=bank, queries=queries, image_size=image_size, **common),
+        monitor(source, test, bank=bank, queries=queries, image_size=image_size, neighbors=neighbors, **common),
         lidar_monitor(source, two_views, method.embed, images=few, seed=config.train.seed, **common),
     ]

@@ -31,6 +31,7 @@ class Verb:
 _RESULT = "patchmix.evaluate.results:print_result"
 VERBS = {
     "pretrain": Verb(s.Pretrain, "patchmix.run:run_pretrain", compute=True),
+    "adapt": Verb(s.Adapt, "patchmix.run:run_adapt", compute=True),
     "shards": Verb(s.Shards, "patchmix.data.write_shards:shards", alone=True),
     "knn": Verb(s.Knn, "patchmix.evaluate.knn:knn", _RESULT, compute=True),
     "linear": Verb(s.Linear, "patchmix.evaluate.linear:linear", _RESULT, compute=True),
@@ -138,7 +139,8 @@ def parse(cls: type[Any], args: list[str], prog: str) -> Any:
     if "run" not in {each.name for each in fields(cls)}:
         parsed = _tyro(cls, args, prog)
         return validate(cls, {each.name: getattr(parsed, each.name) for each in fields(cls)})
-    config = _start(cls, **{name: _peek(args, name) for name in ("recipe", "config", "model", "method", "epochs")})
+    peeked = {name: _peek(args, name) for name in ("recipe", "config", "model", "method", "epochs")}
+    config = _start(cls, **peeked)
     return with_config(_tyro(cls[type(config.method.options)], args, prog, default=_defaults(cls, config)))
 
 
@@ -147,9 +149,10 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
     names = [each.name for each in fields(cls)]
     if "run" not in names:
         return validate(cls, {**_by_position(names, args), **keywords})
-    order = [*(["ablation"] if cls is s.Ablate else []), "data", "out"]
+    order = [*{s.Ablate: ["ablation"], s.Adapt: ["weights"]}.get(cls, []), "data", "out"]
     keywords = {**_by_position(order, args), **keywords}
     own = {name: keywords.pop(name) for name in names if name in keywords}
+    own |= {"weights": str(own["weights"])} if "weights" in own else {}
     decisive = {name: keywords.pop(name) for name in ("data", "model", "method", "epochs") if name in keywords}
     if "data" in decisive:
         decisive["data"] = str(decisive["data"])
@@ -166,7 +169,7 @@ def _by_position(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
 
 def _start(cls: type[Any], **given: Any) -> Config:
     """The recipe or file; for `bench` with a batch that any machine has memory for."""
-    config = start(**given)
+    config = start(**given | {"recipe": given.get("recipe") or cls.recipe})
     return config.replace(batch_size=min(64, config.train.batch_size)) if cls is s.Bench else config
 
 
@@ -178,7 +181,7 @@ def with_config(settings: Any) -> Any:
 def _defaults(cls: type[Any], config: Config) -> Any:
     """An instance whose required options are missing, so that tyro asks for them."""
     data = config.data if cls is s.Bench else replace(config.data, path=tyro.MISSING)
-    required = {each.name: tyro.MISSING for each in fields(cls) if each.name in ("out", "ablation")}
+    required = {each.name: tyro.MISSING for each in fields(cls) if each.name in ("out", "ablation", "weights")}
     return cls(run=replace(config, data=data), recipe=config.recipe, **required)
 
 
@@ -186,8 +189,6 @@ def _peek(args: list[str], name: str) -> Any:
     """The value of an option that decides the defaults of the others, before everything is parsed."""
     text = next((b for a, b in itertools.pairwise(args) if a == f"--{name}"), None)
     text = next((a.partition("=")[2] for a in args if a.startswith(f"--{name}=")), text)
-    if name == "recipe":
-        return text or "paper"
     if name == "epochs" and text is not None:
         try:
             return float(text)

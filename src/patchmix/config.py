@@ -61,8 +61,9 @@ class ViewsConfig:
     local_size: Count = 96  # Side of the small crops in pixels.
     local_area: tuple[float, float] = (0.05, 0.35)  # Share of the image that a small crop covers.
     local_blur: Probability = 0.5  # Probability of blur of the small crops.
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)  # Mean per channel, subtracted from the pixels.
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)  # Standard deviation per channel.
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    """Mean per channel, subtracted from the pixels; empty: that of the weights to start from."""
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)  # Standard deviation per channel; empty: that of the weights.
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,11 @@ class ModelConfig:
     """The encoder. Sizes follow from the model's name unless they are given."""
 
     name: Annotated[str, arg(name="model")] = "vit_small_patch16_224"
-    """Model: vit_{tiny,small,base}_patchP_S for any patch size P and image size S, or any timm ViT."""
+    """Model: vit_{tiny,small,base}_patchP_S for any patch size P and image size S, any timm ViT, or same: that of the
+    weights to start from."""
+    init_from: str | None = None
+    """Weights to start from: a run, a file, timm:NAME or hf://USER/NAME; resampled to the image size and patch size."""
+    freeze_blocks: Annotated[int, Ge(0)] = 0  # Keep the embedding and this many of the first blocks as they are.
     image_size: Count | None = None  # Side of the input in pixels.
     patch_size: Count | None = None  # Side of a patch in pixels.
     in_chans: Literal[1, 3] = 3  # Input channels: 1 for grayscale, 3 for RGB.
@@ -114,6 +119,10 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's betas.
     eps: Above0 = 1e-8  # AdamW's epsilon.
     clip_grad: NonNegative = 0.0  # Largest norm of the gradients; 0 is off.
+    encoder_lr: Annotated[float, Interval(gt=0, le=1)] = 1.0  # Factor of the encoder's learning rate.
+    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 1.0  # Factor of the encoder's learning rate per layer.
+    head_warmup: Share = 0.0
+    """Share of the training in which only the heads learn; in an equal share after it the encoder's rate rises."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """A run: start it, continue it, and use what it made."""
 
 import re
+import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +17,7 @@ from patchmix.config import Config, differences, from_dict, read_config, to_dict
 from patchmix.data.contract import Source
 from patchmix.device import resolve_device
 from patchmix.evaluate.finetune import finetune
+from patchmix.evaluate.guard import Guard, Neighbors
 from patchmix.evaluate.knn import knn
 from patchmix.evaluate.linear import linear
 from patchmix.evaluate.monitor import collapse_warning
@@ -22,12 +26,11 @@ from patchmix.files import remove_unfinished, write_text
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.method import Method
-from patchmix.settings import Finetune, Knn, Linear, Pretrain
+from patchmix.settings import Adapt, Finetune, Knn, Linear, Pretrain
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import BadSamples, RunLog
 from patchmix.train.loop import train
-from patchmix.train.optimizer import build_optimizer
 from patchmix.train.watch import NonFiniteLoss
 
 S = TypeVar("S")
@@ -79,12 +82,15 @@ class Run:
 
 def run_pretrain(settings: Pretrain) -> Run:
     """Pre-trains as the settings say, and leaves everything in the folder `out`."""
-    return run_config(settings.run, settings.out, resume=settings.resume, init_from=settings.init_from)
+    return run_config(settings.run, settings.out, resume=settings.resume)
 
 
-def run_config(
-    config: Config, out: Path, *, resume: str | Path | None = None, init_from: str | Path | None = None
-) -> Run:
+def run_adapt(settings: Adapt) -> Run:
+    """Pre-trains from given weights; the same as `pretrain` with `init_from` and the recipe `adapt`."""
+    return run_config(settings.run.replace(init_from=settings.weights), settings.out, resume=settings.resume)
+
+
+def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -> Run:
     """Trains what `config` says in the folder `out`, from the start or from a checkpoint."""
     device = resolve_device(config.runtime.device)
     if device.type == "cpu":
@@ -92,15 +98,14 @@ def run_config(
     group = distributed.process_group(device, config.runtime.timeout_minutes)
     with group, run_lock(out) if distributed.is_main() else nullcontext():
         state = _find_checkpoint(config, out, resume)
-        if state is not None and init_from is not None:
-            raise ValueError("--init-from starts a new run, --resume continues one; give only one of them")
+        start = None if state is not None or config.model.init_from is None else load_backbone(config.model.init_from)
+        config = _completed(config, start if state is None else from_dict(state["config"]))
         source = build.build_source(config)
         if state is not None and state["data"] != source.fingerprint():
             raise ValueError(
                 f"{source.name} is not the data that the checkpoint was trained on; resume with the same data"
             )
-        weights = None if init_from is None else load_backbone(init_from).weights
-        method = build.build_method(config, weights)
+        method = build.build_method(config, None if start is None else start.weights)
         encoder = method.encoder
         assert isinstance(encoder, VisionTransformer)
         architecture = Architecture.of(config.model.name, encoder)
@@ -109,6 +114,9 @@ def run_config(
         main = distributed.is_main()
         if main:
             _prepare_folder(out, config)
+        compared: dict[str, Any] = state.get("start", {}) if state is not None else _record(config, start)
+        save = partial(_save_encoder, config, architecture, method, source, compared)
+        guard = Guard(compared, partial(save, out / "best.safetensors")) if compared else None
         checkpoints = Checkpoints(out / "checkpoints", keep=config.runtime.keep_checkpoints)
         log = RunLog(out if main else None, step=int(state["step"]) if state else 0)
         try:
@@ -121,22 +129,21 @@ def run_config(
                 method,
                 loader,
                 build.build_plan(config, loader.steps_per_epoch, device),
-                optimizer=build_optimizer(
-                    method, name=config.optim.name, betas=config.optim.betas, eps=config.optim.eps
-                ),
+                optimizer=build.build_optimizer(config, method),
                 device=device,
                 prepare=build.build_prepare(config.views, config.model.in_chans),
                 log=log,
                 checkpoints=checkpoints,
                 resume_from=state,
-                extra_state={"config": to_dict(config), "data": source.fingerprint()},
-                evaluators=build.build_evaluators(config, method, source, architecture.image_size, device),
-                warning=collapse_warning,
+                extra_state={"config": to_dict(config), "data": source.fingerprint(), "start": compared},
+                evaluators=build.build_evaluators(
+                    config, method, source, architecture.image_size, device, Neighbors(compared) if compared else None
+                ),
+                warning=lambda step, values: (guard and guard(step, values)) or collapse_warning(values),
                 on_bad_sample=BadSamples(log, limit=max(1, round(0.01 * len(source)))),
             )
             if main:
-                _save_encoder(out, config, architecture, method, source)
-                log.say(f"encoder: {out / 'encoder.safetensors'}")
+                _finish(out, checkpoints, guard, log, save)
         except NonFiniteLoss as error:
             kept = checkpoints.last
             where = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
@@ -166,7 +173,8 @@ def _find_checkpoint(config: Config, out: Path, resume: str | Path | None) -> di
             raise ValueError(f"{path} has no checkpoint to resume from")
         path = found
     state = load_checkpoint(path)
-    changed = differences(from_dict(state["config"]), config)
+    saved = from_dict(state["config"])
+    changed = differences(saved, _completed(config, saved))
     if changed:
         raise ValueError(
             f"{path} was made with another configuration ({'; '.join(changed)}); resume with the same one, or start "
@@ -185,9 +193,55 @@ def _prepare_folder(out: Path, config: Config) -> None:
         raise ValueError(f"can't write to {out} ({error.strerror}); choose another --out") from error
 
 
-def _save_encoder(out: Path, config: Config, architecture: Architecture, method: Method, source: Source) -> None:
-    last = Checkpoints(out / "checkpoints").last
-    step = int(re.sub(r"\D", "", last.stem)) if last else 0
+def _completed(config: Config, like: Config | Backbone | None) -> Config:
+    """The configuration with what it takes from the weights to start from: architecture, mean and std."""
+    if like is None:
+        if config.model.name == "same" or not (config.views.mean and config.views.std):
+            raise ValueError("model same and an empty mean or std need weights to start from; give --init-from WEIGHTS")
+        return config
+    shape, normalization = (like.model, like.views) if isinstance(like, Config) else (like.architecture, like)
+    taken: dict[str, Any] = {}
+    if config.model.name == "same":
+        sizes = ("image_size", "patch_size", "dim", "depth", "heads")
+        taken = {name: getattr(shape, name) for name in sizes if getattr(config.model, name) is None}
+        taken["model"] = shape.name
+    taken |= {name: getattr(normalization, name) for name in ("mean", "std") if not getattr(config.views, name)}
+    return config.replace(**taken)
+
+
+def _record(config: Config, start: Backbone | None) -> dict[str, Any]:
+    """What a run keeps of the weights that it started from, and a Guard adds to; {} where there are none."""
+    if start is None:
+        return {}
+    return {"weights": {"source": config.model.init_from, "digest": start.digest(), **start.origin}}
+
+
+def _finish(
+    out: Path, checkpoints: Checkpoints, guard: Guard | None, log: RunLog, save: Callable[[Path, int], None]
+) -> None:
+    """Writes the encoder: the last one, or the best one where the last is worse than the start."""
+    step = int(re.sub(r"\D", "", checkpoints.last.stem)) if checkpoints.last else 0
+    path, worse = out / "encoder.safetensors", guard is not None and guard.below_start() is not None
+    if worse:
+        shutil.copyfile(out / "best.safetensors", path)
+    else:
+        save(path, step)
+    log.say(f"encoder: {path}")
+    if guard is not None and worse:
+        log.say(f"warning: {guard.verdict()}", style="bold red")
+
+
+def _save_encoder(
+    config: Config,
+    architecture: Architecture,
+    method: Method,
+    source: Source,
+    compared: dict[str, Any],
+    path: Path,
+    step: int,
+) -> None:
+    if not distributed.is_main():
+        return
     origin = {
         "recipe": config.recipe,
         "method": config.method.name,
@@ -197,9 +251,10 @@ def _save_encoder(out: Path, config: Config, architecture: Architecture, method:
         "epochs": config.train.epochs,
         "seed": config.train.seed,
     }
+    if compared:
+        origin["start"] = {name: value for name, value in compared.items() if name != "neighbors"}
     weights = {name: tensor.cpu() for name, tensor in method.encoder.state_dict().items()}
-    backbone = Backbone(architecture, weights, config.views.mean, config.views.std, origin)
-    backbone.save(out / "encoder.safetensors")
+    Backbone(architecture, weights, config.views.mean, config.views.std, origin).save(path)
 
 
 def _introduction(config: Config, source: Source, architecture: Architecture, encoder: nn.Module, device: str) -> str:

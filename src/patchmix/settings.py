@@ -34,7 +34,19 @@ class Pretrain(Generic[Options]):
     recipe: str = "paper"  # Recipe: paper, official or demo; `patchmix recipes` lists them.
     config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
     resume: str | None = None  # Path of a checkpoint to continue from, or auto: the last one of OUT.
-    init_from: str | None = None  # Run or weights file to start from.
+    devices: Count | None = None  # Processes to start on this machine: one per GPU, or sharing the CPU cores.
+    run: RunSettings[Options] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class Adapt(Generic[Options]):
+    """Continue pre-training from given weights on your images, and keep what they know."""
+
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
+    out: Path  # The run's folder.
+    recipe: str = "adapt"  # Recipe, as for pretrain.
+    config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
+    resume: str | None = None  # Path of a checkpoint to continue from, or auto: the last one of OUT.
     devices: Count | None = None  # Processes to start on this machine: one per GPU, or sharing the CPU cores.
     run: RunSettings[Options] = field(default_factory=Config)
 

@@ -26,10 +26,10 @@ from patchmix.evaluate.finetune import (
     usual_base_lr,
 )
 from patchmix.evaluate.labeled import open_labeled
-from patchmix.evaluate.protocol import layer_groups
 from patchmix.evaluate.results import Result, read_results
 from patchmix.interop.backbone import Backbone
 from patchmix.settings import Finetune
+from patchmix.train.optimizer import layer_groups
 
 RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
 SHORT: dict[str, Any] = {"epochs": 3, "batch_size": 16}

@@ -76,7 +76,7 @@ def plan(**changes: object) -> Plan:
 
 def run(method: Method, folder: Path, loader: Numbers | None = None, **changes: object) -> list[dict]:
     evaluators = changes.pop("evaluators", ())
-    warning = changes.pop("warning", lambda values: None)
+    warning = changes.pop("warning", lambda step, values: None)
     resume_from = changes.pop("resume_from", None)
     log = RunLog(folder, step=resume_from["step"] if resume_from else 0)
     try:
@@ -274,7 +274,7 @@ def test_evaluators_run_at_the_start_in_between_and_at_the_end(tmp_path: Path) -
 
 def test_what_is_wrong_with_the_values_is_said_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluators = [lambda encoder: iter([("rank", 1.2), ("mean_cosine", 0.4)])]
-    run(Toy(), tmp_path, evaluators=evaluators, warning=collapse_warning)
+    run(Toy(), tmp_path, evaluators=evaluators, warning=lambda step, values: collapse_warning(values))
     assert "warning: the representation is collapsing: effective rank 1.2" in capsys.readouterr().out
 
 

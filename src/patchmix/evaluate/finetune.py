@@ -36,7 +36,6 @@ from patchmix.evaluate.labeled import Part
 from patchmix.evaluate.protocol import (
     SupervisedMethod,
     Task,
-    layer_groups,
     open_task,
     top_accuracies,
     usual_batch,
@@ -46,6 +45,7 @@ from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone, save_weights
 from patchmix.interop.exporting import timm_arguments
 from patchmix.settings import Finetune
+from patchmix.train.optimizer import layer_groups
 
 CROP_AREA = (0.08, 1.0)
 _SMALL_IMAGE = 32

@@ -130,7 +130,7 @@ def knn_predict(
     with progress_bar("kNN", len(queries), progress and distributed.is_main()) as advance:
         for start in range(0, len(queries), rows):
             block = F.normalize(queries[start : start + rows].to(device).float(), dim=1)
-            similarity, where = _nearest(bank, block, max(ks), first=start if leave_one_out else None)
+            similarity, where = nearest(bank, block, max(ks), first=start if leave_one_out else None)
             # Relative to the nearest: that changes no ranking, and no vote overflows.
             votes = torch.exp((similarity - similarity[:, :1]) / temperature)  # (rows, K)
             voted = labels[where]
@@ -142,7 +142,7 @@ def knn_predict(
     return {k: torch.cat(blocks) for k, blocks in parts.items()}
 
 
-def _nearest(bank: Tensor, queries: Tensor, k: int, *, first: int | None) -> tuple[Tensor, Tensor]:
+def nearest(bank: Tensor, queries: Tensor, k: int, *, first: int | None) -> tuple[Tensor, Tensor]:
     """The k most similar images of the bank: similarities and positions, both (rows, k), the nearest first.
 
     queries: (rows, D), of length 1. With `first`, query i is image first + i of the bank and is not its own neighbor.

@@ -13,6 +13,7 @@ from patchmix.data.contract import Source
 from patchmix.data.loader import one_pass
 from patchmix.data.views import CenterCrop, View, Views, to_float
 from patchmix.evaluate.features import Features, extract
+from patchmix.evaluate.guard import Neighbors
 from patchmix.evaluate.knn import HEADLINE_K, knn_predict
 from patchmix.evaluate.labeled import Subset
 from patchmix.evaluate.protocol import accuracy
@@ -35,10 +36,12 @@ def monitor(
     mean: Sequence[float],
     std: Sequence[float],
     device: torch.device,
+    neighbors: Neighbors | None = None,
 ) -> Evaluator:
     """The health of the features of at most `bank` training images, and kNN of at most `queries` test images.
 
-    Without labeled test images, the first training images are classified by the others.
+    Without labeled test images, the first training images are classified by the others. With `neighbors`, also what a
+    Guard takes: how many neighbors are kept, and kNN of all these training images (leave-one-out).
     """
     bank_images = Subset(train, bank)
     query_images = None if test is None or test.labels is None else Subset(test, queries)
@@ -49,6 +52,8 @@ def monitor(
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         found = features(encoder, bank_images)
         yield from health(found.vectors)
+        if neighbors is not None:
+            yield "neighbors_kept", neighbors.kept(found.vectors)
         if found.labels is None:
             return
         queried = Features(found.vectors[:queries], found.labels[:queries], found.indices[:queries])
@@ -56,6 +61,9 @@ def monitor(
             queried = features(encoder, query_images)
         assert queried.labels is not None
         k, alone = min(HEADLINE_K, len(found.vectors) - 1), query_images is None
+        if neighbors is not None:
+            own = knn_predict(found.vectors, found.labels, found.vectors, ks=[k], leave_one_out=True)[k]
+            yield "knn_train", accuracy(own, found.labels)
         predicted = knn_predict(found.vectors, found.labels, queried.vectors, ks=[k], leave_one_out=alone)[k]
         yield "knn", accuracy(predicted, queried.labels)
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from timm.models.vision_transformer import VisionTransformer
-from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
 from patchmix import distributed
@@ -275,30 +273,6 @@ def _log_and_checkpoints(folder: Path | None, identity: dict[str, Any]) -> Itera
         with closing(log):
             saved = {"checkpoints": checkpoints, "resume_from": state, "extra_state": {"identity": identity}}
             yield {**saved, "log": log, "on_bad_sample": BadSamples(log)}
-
-
-def layer_groups(encoder: VisionTransformer, layer_decay: float) -> list[dict[str, Any]]:
-    """timm's groups: a layer's learning rate is `layer_decay` to the power of the layers above it."""
-    groups: list[dict[str, Any]] = param_groups_layer_decay(
-        encoder,
-        weight_decay=1.0,  # a mark: the loop sets the value, in the groups that are decayed
-        no_weight_decay_list=encoder.no_weight_decay(),
-        layer_decay=layer_decay,
-    )
-    return [group | {"decayed": group["weight_decay"] > 0} for group in groups]
-
-
-def groups_with_head(module: nn.Module, encoder: VisionTransformer, layer_decay: float) -> list[dict[str, Any]]:
-    """As in fine-tuning; the layers of `module` above its encoder learn with the whole learning rate."""
-    groups = layer_groups(encoder, layer_decay)
-    for group in groups:
-        group["lr_scale"] *= layer_decay  # timm's last layer is the encoder's last block
-    inside = {id(parameter) for parameter in encoder.parameters()}
-    above = [p for p in module.parameters() if p.requires_grad and id(p) not in inside]
-    return groups + [
-        {"params": [p for p in above if (p.ndim > 1) == decayed], "weight_decay": 0.0, "decayed": decayed}
-        for decayed in (True, False)
-    ]
 
 
 def usual_batch(image_size: int, images: int, *, multiple: int) -> int:

@@ -26,13 +26,14 @@ from patchmix.device import autocast_dtype
 from patchmix.evaluate import sweep
 from patchmix.evaluate.detection.inference import color, write_picture
 from patchmix.evaluate.masks import IGNORED, Mask, Masked, in_threads, open_masks
-from patchmix.evaluate.protocol import SupervisedMethod, Task, groups_with_head, open_task
+from patchmix.evaluate.protocol import SupervisedMethod, Task, open_task
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone
 from patchmix.nn.heads import BatchNorm
 from patchmix.nn.vit import check_blocks, patch_size_of, patch_tokens
 from patchmix.progress import progress_bar
 from patchmix.settings import Segment
+from patchmix.train.optimizer import groups_with_head
 
 EPOCHS = 20.0
 CROP_AREA = (0.25, 1.0)

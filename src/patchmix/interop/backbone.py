@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from timm.layers import resample_abs_pos_embed, resample_patch_embed  # type: ignore[attr-defined]
+from timm.models import adapt_input_conv
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
@@ -174,6 +176,24 @@ def check_weights(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], c
     ]
     if problems:
         raise ValueError(f"{complaint}: {first_of(problems)}")
+
+
+def fitted(weights: Mapping[str, Tensor], encoder: VisionTransformer) -> dict[str, Tensor]:
+    """Weights for an encoder of another image size, patch size or number of channels, converted as timm does it."""
+    weights, wanted = dict(weights), encoder.state_dict()
+    name, positions = "patch_embed.proj.weight", "pos_embed"
+    if name in weights and name in wanted:
+        kernel, (_, in_chans, rows, columns) = weights[name], wanted[name].shape
+        if kernel.shape[1] != in_chans:
+            if kernel.shape[1] != 3:
+                raise ValueError(f"the weights take {kernel.shape[1]} channels, which can't become {in_chans}; 3 can")
+            kernel = adapt_input_conv(in_chans, kernel)
+        weights[name] = resample_patch_embed(kernel, [rows, columns])
+    if positions in weights and positions in wanted and weights[positions].shape[1] != wanted[positions].shape[1]:
+        grid = list(encoder.patch_embed.grid_size)
+        prefix = wanted[positions].shape[1] - grid[0] * grid[1]
+        weights[positions] = resample_abs_pos_embed(weights[positions], grid, num_prefix_tokens=prefix)
+    return weights
 
 
 def first_of(names: Sequence[str]) -> str:

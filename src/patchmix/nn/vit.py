@@ -159,6 +159,15 @@ def set_sincos_positions(encoder: VisionTransformer, *, fixed: bool) -> None:
     encoder.pos_embed.requires_grad_(not fixed)
 
 
+def freeze_blocks(encoder: VisionTransformer, count: int) -> None:
+    """Keeps everything up to block number `count` as it is: patches, positions, class and register tokens, blocks."""
+    if count > len(encoder.blocks):
+        raise ValueError(f"freeze_blocks is {count}; the model has {len(encoder.blocks)} blocks")
+    above = {id(p) for module in (*encoder.blocks[count:], encoder.norm, encoder.fc_norm) for p in module.parameters()}
+    for parameter in encoder.parameters():
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in above)
+
+
 def patch_size_of(encoder: VisionTransformer) -> int:
     """The side of a square patch."""
     height, width = encoder.patch_embed.patch_size

@@ -70,13 +70,13 @@ def train(
     resume_from: dict[str, Any] | None = None,
     extra_state: dict[str, Any] | None = None,
     evaluators: Sequence[Evaluator] = (),
-    warning: Callable[[dict[str, float]], str | None] = lambda values: None,
+    warning: Callable[[int, dict[str, float]], str | None] = lambda step, values: None,
     on_bad_sample: Callable[[Sequence[str]], None] = lambda names: None,
 ) -> dict[str, float]:
     """Trains to the end of the plan and returns the last values of the evaluators.
 
     `prepare` turns a batch of the loader into the argument of `method.forward`, on the device. `warning` says what is
-    wrong with the evaluators' values, if anything.
+    wrong with the evaluators' values at a step, if anything.
     """
     # ------------------------------------------------------------------------------------------------------- start
     step, spent = 0, 0.0
@@ -107,7 +107,7 @@ def train(
             results.update(values)
             log.record("monitor", step, {"epoch": step / loader.steps_per_epoch, **values})
             log.say(f"step {step:>7}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
-            if said := warning(values):
+            if said := warning(step, values):
                 log.say(f"warning: {said}", style="bold red")
         clock.reserve = time.monotonic() - began  # the last evaluation must fit into the budget, too
 
@@ -204,7 +204,8 @@ def train_step(
     # schedules
     with phase("EMA"):
         method.before_step(progress)
-    set_hyperparameters(optimizer, lr=plan.lr(progress), weight_decay=plan.weight_decay(progress))
+    rates = {"lr": plan.lr(progress), "weight_decay": plan.weight_decay(progress)}
+    set_hyperparameters(optimizer, **rates, progress=progress)
     method.drop_tokens(plan.token_dropout(progress))
 
     # forward, backward
@@ -223,6 +224,9 @@ def train_step(
 
     # optimizer
     with phase("optimizer"):
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if progress < group.get("start", 0.0) else ():
+                parameter.grad = None
         if plan.clip_grad:
             nn.utils.clip_grad_norm_(method.parameters(), plan.clip_grad)
         for parameter in method.fixed_parameters():

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
 
@@ -13,29 +14,63 @@ def build_optimizer(
     name: str = "adamw",
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
+    encoder: nn.Module | None = None,
+    encoder_lr: float = 1.0,
+    layer_decay: float = 1.0,
+    head_warmup: float = 0.0,
 ) -> torch.optim.AdamW:
     """AdamW in two groups: matrices, which are decayed, and biases and other 1-d parameters, which are not.
 
-    With "muon", the matrices of transformer blocks are a third group, which Muon updates.
+    With "muon", the matrices of transformer blocks are a third group, which Muon updates. The groups are split where
+    the parameters of `encoder`, a part of `module`, learn with another rate or later (see `set_hyperparameters`).
     """
-    groups: dict[str, list[nn.Parameter]] = {"decayed": [], "plain": [], "muon": []}
+    inside = {} if encoder is None else {id(parameter): encoder_lr for parameter in encoder.parameters()}
+    if encoder is not None and layer_decay < 1:
+        for group in layer_groups(encoder, layer_decay):
+            inside |= {id(parameter): encoder_lr * layer_decay * group["lr_scale"] for parameter in group["params"]}
+    groups: dict[tuple[str, float, float], list[nn.Parameter]] = {("decayed", 1.0, 0.0): [], ("plain", 1.0, 0.0): []}
     for parameter_name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        plain = parameter.ndim <= 1 or parameter_name.endswith(".bias")
-        if plain and not getattr(parameter, "decayed", False):
-            groups["plain"].append(parameter)
+        kind = "decayed"
+        if (parameter.ndim <= 1 or parameter_name.endswith(".bias")) and not getattr(parameter, "decayed", False):
+            kind = "plain"
         elif name == "muon" and parameter.ndim == 2 and ".blocks." in parameter_name:
-            groups["muon"].append(parameter)
-        else:
-            groups["decayed"].append(parameter)
+            kind = "muon"
+        start = head_warmup if id(parameter) in inside else 0.0
+        groups.setdefault((kind, inside.get(id(parameter), 1.0), start), []).append(parameter)
     settings = [
         {"params": parameters, "weight_decay": 0.0, "decayed": kind != "plain", "muon": kind == "muon"}
-        for kind, parameters in groups.items()
-        if parameters or kind != "muon"
+        | {"lr_scale": scale, "start": start}
+        for (kind, scale, start), parameters in groups.items()
     ]
     create = torch.optim.AdamW if name == "adamw" else MuonAdamW
     return create(settings, lr=0.0, betas=betas, eps=eps, fused=True)
+
+
+def layer_groups(encoder: nn.Module, layer_decay: float) -> list[dict[str, Any]]:
+    """timm's groups: a layer's learning rate is `layer_decay` to the power of the layers above it."""
+    timm_model: Any = encoder
+    groups: list[dict[str, Any]] = param_groups_layer_decay(
+        timm_model,
+        weight_decay=1.0,  # a mark: the loop sets the value, in the groups that are decayed
+        no_weight_decay_list=timm_model.no_weight_decay(),
+        layer_decay=layer_decay,
+    )
+    return [group | {"decayed": group["weight_decay"] > 0} for group in groups]
+
+
+def groups_with_head(module: nn.Module, encoder: nn.Module, layer_decay: float) -> list[dict[str, Any]]:
+    """As in fine-tuning; the layers of `module` above its encoder learn with the whole learning rate."""
+    groups = layer_groups(encoder, layer_decay)
+    for group in groups:
+        group["lr_scale"] *= layer_decay  # timm's last layer is the encoder's last block
+    inside = {id(parameter) for parameter in encoder.parameters()}
+    above = [p for p in module.parameters() if p.requires_grad and id(p) not in inside]
+    return groups + [
+        {"params": [p for p in above if (p.ndim > 1) == decayed], "weight_decay": 0.0, "decayed": decayed}
+        for decayed in (True, False)
+    ]
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -84,8 +119,15 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-def set_hyperparameters(optimizer: torch.optim.Optimizer, *, lr: float, weight_decay: float) -> None:
-    """A group's own "lr_scale" (layer-wise decay) multiplies the learning rate."""
+def set_hyperparameters(
+    optimizer: torch.optim.Optimizer, *, lr: float, weight_decay: float, progress: float = 1.0
+) -> None:
+    """A group's own "lr_scale" (layer-wise decay) multiplies the learning rate.
+
+    A group with a "start" learns from that progress on; its learning rate then rises over as long again.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        start = group.get("start", 0.0)
+        rise = min(1.0, max(0.0, progress / start - 1.0)) if start else 1.0
+        group["lr"] = lr * rise * group.get("lr_scale", 1.0)
         group["weight_decay"] = weight_decay if group["decayed"] else 0.0

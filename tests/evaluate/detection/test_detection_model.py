@@ -22,10 +22,9 @@ from patchmix.evaluate.detection.model import (
     without_class_layers,
 )
 from patchmix.evaluate.detection.training import DetectMethod
-from patchmix.evaluate.protocol import groups_with_head
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.settings import Detect
-from patchmix.train.optimizer import set_hyperparameters
+from patchmix.train.optimizer import groups_with_head, set_hyperparameters
 
 SMALL = Shape(image_size=64, window=2, global_blocks=2, channels=16, head_dim=16, smallest_anchor=8)
 

@@ -30,6 +30,7 @@ from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
 from patchmix.settings import Detect
+from patchmix.train.optimizer import groups_with_head
 
 _NOT_RECORDED = {  # in results and checkpoints
     *("weights", "data", "out", "eval_only", "predict", "threshold", "pictures", "model", "start", "train", "val"),
@@ -111,7 +112,7 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
         last[:] = [evaluate(detector, file, val, device, settings.workers)]
         yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0][1].metrics}.items()
 
-    groups = protocol.groups_with_head(detector, detector.backbone.tokens.encoder, settings.layer_decay)
+    groups = groups_with_head(detector, detector.backbone.tokens.encoder, settings.layer_decay)
     views = _chosen(settings, "scale", "flip", "seed")
     plan = _chosen(settings, "lr", "weight_decay", "clip_grad", "batch_size", "accumulate", "epochs", "evaluate_every")
     values, folder = protocol.fit(

@@ -1,0 +1,81 @@
+"""Whether a run that started from good weights still has good features: a comparison with its start.
+
+By leave-one-out kNN of training images where they have labels. Otherwise by the effective rank, as long as images keep
+some of the neighbors that they had at the start.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from patchmix.evaluate.knn import HEADLINE_K, QUERY_ROWS, nearest
+
+FEWEST_KEPT = 0.1  # of the neighbors; below, features of unlabeled images count as worse than the start's
+
+
+class Neighbors:
+    """The nearest neighbors of the same images at the start, int64 (N, k), are kept in `state["neighbors"]`."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def kept(self, features: Tensor) -> float:
+        """The share of the neighbors at the start that still are. The first call sets the start. features: (N, D)."""
+        unit, k = F.normalize(features.float(), dim=1), min(HEADLINE_K, len(features) - 1)
+        parts = [nearest(unit, unit[at : at + QUERY_ROWS], k, first=at)[1] for at in range(0, len(unit), QUERY_ROWS)]
+        now = torch.cat(parts)
+        start: Tensor = self.state.setdefault("neighbors", now)
+        same = sum(int((start == now.roll(shift, dims=1)).sum()) for shift in range(k))  # all pairs; each at most once
+        return same / now.numel()
+
+
+class Guard:
+    """Takes the monitor's values at every point, and calls `keep(step)` where the features are the best so far.
+
+    `state` is plain data that goes into checkpoints: what a resumed run must know of the start and of the best.
+    """
+
+    def __init__(self, state: dict[str, Any], keep: Callable[[int], None]) -> None:
+        self.state = state
+        self.keep = keep
+
+    def __call__(self, step: int, values: dict[str, float]) -> str | None:
+        """What to warn of, if anything."""
+        state, point = self.state, {"step": step, **{name: values[name] for name in _USED if name in values}}
+        state.setdefault("start", point)
+        state["last"] = point
+        if "best" not in state or score(point, state["start"]) > score(state["best"], state["start"]):
+            state["best"] = point
+            self.keep(step)
+        below = self.below_start()
+        return f"the features are below those of the start: {below}" if below else None
+
+    def below_start(self) -> str | None:
+        """In which way the latest features are worse than the start's; None if they are not."""
+        start, last = self.state["start"], self.state["last"]
+        if "knn_train" in start:
+            worse = last["knn_train"] < start["knn_train"]
+            return f"kNN {100 * start['knn_train']:.1f} → {100 * last['knn_train']:.1f} %" if worse else None
+        if last["neighbors_kept"] < FEWEST_KEPT:
+            return f"{100 * last['neighbors_kept']:.0f} % of the nearest neighbors kept, fewer than {FEWEST_KEPT:.0%}"
+        return f"effective rank {start['rank']:.1f} → {last['rank']:.1f}" if last["rank"] < start["rank"] else None
+
+    def verdict(self) -> str:
+        """The last line of a run that ends below its start."""
+        step, last = self.state["best"]["step"], self.state["last"]["step"]
+        what = "the starting weights, as no point was better" if step == 0 else f"those of step {step}, the best point"
+        return f"the run ends below its start ({self.below_start()}): encoder.safetensors is {what} (not step {last})"
+
+
+_USED = ("knn_train", "rank", "neighbors_kept")
+
+
+def score(point: dict[str, Any], start: dict[str, Any]) -> tuple[float, ...]:
+    """What of two points is better has more of this."""
+    if "knn_train" in start:
+        return (point["knn_train"],)
+    kept = point["neighbors_kept"]
+    return (1.0, point["rank"]) if kept >= FEWEST_KEPT else (0.0, kept)
