@@ -117,7 +117,8 @@ def test_adapt_takes_model_and_normalization_from_the_weights(trained_run: Path,
     assert config.views.mean == start.mean == (0.4, 0.5, 0.6)
     adapted = run.load()
     assert adapted.architecture.image_size == 48
-    frozen = {name for name in start.weights if name.startswith(("patch_embed.", "cls_token", "blocks.0.", "blocks.1."))}
+    below = ("patch_embed.", "cls_token", "blocks.0.", "blocks.1.")
+    frozen = {name for name in start.weights if name.startswith(below)}
     assert all(torch.equal(adapted.weights[name], start.weights[name]) for name in frozen)
     moved = {name for name, tensor in adapted.weights.items() if name not in frozen | {"pos_embed"}}
     assert all(not torch.equal(adapted.weights[name], start.weights[name]) for name in moved if "weight" in name)
@@ -211,7 +212,7 @@ def test_guard_with_labels() -> None:
         assert (warned is not None) == (knn < 0.5)
     assert kept == [0, 10] and warned == "the features are below those of the start: kNN 50.0 → 49.0 %"
     assert guard.verdict() == (
-        "the run ends below its start (kNN 50.0 → 49.0 %): encoder.safetensors is those of step 10, the best point "
+        "the run ends below its start (kNN 50.0 → 49.0 %): encoder.safetensors is that of step 10, the best point "
         "(not step 30)"
     )
     assert guard(40, {"knn_train": 0.56}) is None and kept == [0, 10, 40] and guard.below_start() is None

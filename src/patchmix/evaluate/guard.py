@@ -66,7 +66,7 @@ class Guard:
     def verdict(self) -> str:
         """The last line of a run that ends below its start."""
         step, last = self.state["best"]["step"], self.state["last"]["step"]
-        what = "the starting weights, as no point was better" if step == 0 else f"those of step {step}, the best point"
+        what = "the starting weights, as no point was better" if step == 0 else f"that of step {step}, the best point"
         return f"the run ends below its start ({self.below_start()}): encoder.safetensors is {what} (not step {last})"
 
 
