@@ -90,7 +90,7 @@ def official(model: str = "vit_small_patch16_224", epochs: float | None = None) 
 
 def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Config:
     """Short training on small images, for any --budget: PatchMix with one pass of keys, plain queries for a quarter of
-    the batch, and the pooled tokens of each original as further queries.
+    the batch, and a class token of each original in a mixed image as further query.
 
     patchmix pretrain cifar10 --out runs/fast --recipe fast --budget 60min
     """

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,15 @@ def test_num_mix_blocks_and_weights_change_over_the_training() -> None:
     torch.testing.assert_close(out["loss"], expected)
 
 
+def region_by_hand(encoder: Any, x: Tensor, inside: list[bool]) -> Tensor:
+    """The class token when the last block sees only itself and the patches inside: (N, T, D) → (N, D)."""
+    for block in encoder.blocks[:-1]:
+        x = block(x)
+    last = encoder.blocks[-1]
+    part = x[:, [0, *[1 + j for j, yes in enumerate(inside) if yes]]]
+    return encoder.norm(last(part))[:, 0]
+
+
 @pytest.mark.parametrize("block", [1, 2])
 def test_dropout_leaves_equally_many_patches_of_every_region(block: int) -> None:
     method = make(num_mix=2, region_weight=1.0, mix_blocks=(block,)).train()
@@ -158,9 +168,10 @@ def test_dropout_leaves_equally_many_patches_of_every_region(block: int) -> None
         groups = mixed.groups.view(2, 4 // block, 4 // block)  # type: ignore[union-attr]
         groups = groups.repeat_interleave(block, 1).repeat_interleave(block, 2).flatten(1)
         assert [int(groups[m, stay].sum()) for m in range(2)] == [4, 4] and len(set(stay)) == 8
-        x = encoder.norm(encoder.blocks(everything[:, [0, *[1 + j for j in stay]]]))  # type: ignore[operator]
-        pooled = torch.cat([x[:, 1:][:, groups[m, stay]].mean(dim=1) for m in range(2)])
-        expected = [method.predictor(method.projector(f)) for f in (x[:, 0], pooled)]
+        x = everything[:, [0, *[1 + j for j in stay]]]
+        tokens = torch.cat([region_by_hand(encoder, x, groups[m, stay].tolist()) for m in range(2)])
+        whole = region_by_hand(encoder, x, [True] * 8)
+        expected = [method.predictor(method.projector(f)) for f in (whole, tokens)]
     torch.testing.assert_close([h, h_region], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -182,9 +193,13 @@ def test_regions_are_queries_for_their_originals(m: int) -> None:
     origin = owners(6, m, order)
     method.generator.manual_seed(7)
     with torch.no_grad():
-        tokens = method.encoder.forward_features(method.mix(x1).images)[:, 1:]  # type: ignore[operator]
+        encoder, images = method.encoder, method.mix(x1).images
         regions = [
-            torch.stack([tokens[i, j] for j in range(16) if origin[i, j] == (i + k) % 6]).mean(dim=0)
+            region_by_hand(
+                encoder,
+                encoder._pos_embed(encoder.patch_embed(images[i : i + 1])),  # type: ignore[operator]
+                [bool(origin[i, j] == (i + k) % 6) for j in range(16)],
+            )[0]
             for k in range(m)
             for i in range(6)
         ]

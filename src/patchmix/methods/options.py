@@ -23,7 +23,7 @@ class PatchMixOptions:
     temperature: Temperature = 0.2  # Temperature τ.
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # Weights of origin-to-origin, mix-to-origin and mix-to-mix.
     region_weight: Annotated[float, Ge(0)] = 0.0
-    """Weight of region-to-origin: the pooled tokens of each original in a mixed image are a query for its key."""
+    """Weight of region-to-origin: each original's part of a mixed image has a class token, a query for its key."""
     mixed_ramp: Fraction = 0.0  # Part of the training over which the weights of the mixed terms rise from 0.
     directions: Literal["paper", "shared", "symmetric"] = "paper"
     """The paper mixes view 1 and contrasts plain queries of view 2 with keys of view 1. With shared, all queries are of

@@ -16,7 +16,7 @@ from patchmix.losses import Contrasts, pad_targets, smooth
 from patchmix.methods.method import Method
 from patchmix.methods.options import PatchMixOptions
 from patchmix.mixing import Mix, Mixed, create_mix, overlap
-from patchmix.nn import MomentumCopy, all_tokens, kept_tokens, mlp_head, patch_size_of, project
+from patchmix.nn import MomentumCopy, is_plain, mlp_head, patch_size_of, project, region_tokens
 from patchmix.schedules import Cosine, Linear, stage
 
 
@@ -142,20 +142,12 @@ class PatchMixMethod(Method):
         return project(batches, self.encoder, self.projector, self.predictor)
 
     def region_queries(self, images: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """h of mixed images, (N, D), and of the pooled tokens of their M regions, group after group: (M·N, D).
-
-        groups: (M, blocks of patches). Token dropout leaves equally many patches of every group.
-        """
+        """h of mixed images, (N, D), and of their M regions, group after group: (M·N, D). groups: (M, blocks)."""
         rows = images.shape[-2] // (self.patch_size * self.block)
         blocks = groups.view(len(groups), rows, -1)
         groups = blocks.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2).flatten(1)  # (M, T)
-        keep = kept_tokens(self.encoder, groups)
-        token, patches = all_tokens(self.encoder, images, keep=keep)
-        if keep is not None:
-            groups = groups[:, keep]
-        share = groups / groups.sum(dim=1, keepdim=True)  # of each patch in its group
-        regions = torch.einsum("mt,ntd->mnd", share.to(patches.dtype), patches)
-        h, h_region = (self.predictor(self.projector(f)) for f in (token, regions.flatten(0, 1)))
+        token, *regions = region_tokens(self.encoder, images, groups).unbind(dim=1)
+        h, h_region = (self.predictor(self.projector(f)) for f in (token, torch.cat(regions)))
         return h, h_region
 
     @torch.no_grad()
@@ -192,6 +184,8 @@ def _check(options: PatchMixOptions, encoder: VisionTransformer) -> None:
                 "add --region-weight 0"
             )
         return
+    if options.region_weight and not is_plain(encoder):
+        raise ValueError("region_weight needs a ViT of plain blocks with a class token; add --region-weight 0")
     rows, columns = encoder.patch_embed.grid_size
     for block in options.mix_blocks:
         if rows % block or columns % block:

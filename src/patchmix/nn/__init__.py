@@ -2,8 +2,8 @@
 
 from patchmix.nn.heads import BatchNorm, PrototypeHead, mlp_head
 from patchmix.nn.momentum import Center, MomentumCopy
-from patchmix.nn.tokens import TokenDropout, all_tokens, kept_tokens, project
+from patchmix.nn.tokens import TokenDropout, all_tokens, is_plain, project, region_tokens
 from patchmix.nn.vit import create_encoder, initialize_as_mocov3, patch_size_of
 
 __all__ = ["BatchNorm", "Center", "MomentumCopy", "PrototypeHead", "TokenDropout", "all_tokens", "create_encoder"]
-__all__ += ["initialize_as_mocov3", "kept_tokens", "mlp_head", "patch_size_of", "project"]
+__all__ += ["initialize_as_mocov3", "is_plain", "mlp_head", "patch_size_of", "project", "region_tokens"]

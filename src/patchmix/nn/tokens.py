@@ -42,19 +42,44 @@ def class_tokens(encoder: nn.Module, images: Tensor) -> Tensor:
     Its queries, projection and MLP concern one token; keys and values still come from all. The result is the same up
     to rounding, for ViTs of plain blocks that pool by class token; any other encoder is called as it is.
     """
-    if not _is_plain(encoder):
+    if not is_plain(encoder):
         features: Tensor = encoder(images)
         return features
     assert isinstance(encoder, VisionTransformer)
-    x = encoder.norm_pre(encoder.patch_drop(add_positions(encoder, encoder.patch_embed(images))))  # (N, T, D)
+    x = encoder.patch_drop(add_positions(encoder, encoder.patch_embed(images)))  # (N, T, D)
+    pooled: Tensor = encoder.forward_head(_run_for_class_token(encoder, x))
+    return pooled
+
+
+def region_tokens(encoder: nn.Module, images: Tensor, regions: Tensor) -> Tensor:
+    """The class token of the images and of M regions of them, (N, 1 + M, D), in one pass.
+
+    For a region, the last block's class token attends to the patches of that region only. regions: (M, patches), bool.
+    Token dropout leaves equally many patches of every region.
+    """
+    assert isinstance(encoder, VisionTransformer) and is_plain(encoder)
+    x, dropout = add_positions(encoder, encoder.patch_embed(images)), encoder.patch_drop
+    if isinstance(dropout, TokenDropout) and dropout.active:
+        keep = dropout.draw(regions)
+        x, regions = dropout(x, keep), regions[:, keep]
+    seen = F.pad(regions, (encoder.num_prefix_tokens, 0), value=True)  # class and register tokens are of every region
+    return _run_for_class_token(encoder, x, torch.cat([torch.ones_like(seen[:1]), seen]))
+
+
+def _run_for_class_token(encoder: VisionTransformer, x: Tensor, seen: Tensor | None = None) -> Tensor:
+    """All blocks and the norm; the last block computes class tokens only: (N, T, D) → (N, R, D), R = 1 without `seen`.
+
+    seen: (R, T), the tokens that each of the class tokens attends to in the last block.
+    """
+    x = encoder.norm_pre(x)
     for block in encoder.blocks[:-1]:
         x = run_block(block, x, recompute=encoder.grad_checkpointing)
     last = encoder.blocks[-1]
     assert isinstance(last, Block) and isinstance(last.attn, Attention)
-    x = x[:, :1] + last.drop_path1(last.ls1(_attend_from_first(last.attn, last.norm1(x))))  # (N, 1, D)
+    x = x[:, :1] + last.drop_path1(last.ls1(_attend_from_first(last.attn, last.norm1(x), seen)))
     x = x + last.drop_path2(last.ls2(last.mlp(last.norm2(x))))
-    pooled: Tensor = encoder.forward_head(encoder.norm(x))
-    return pooled
+    out: Tensor = encoder.norm(x)
+    return out
 
 
 def add_positions(encoder: VisionTransformer, x: Tensor) -> Tensor:
@@ -108,30 +133,27 @@ class TokenDropout(nn.Module):
         return scores.topk(stay, dim=1).indices.flatten()
 
 
-def kept_tokens(encoder: nn.Module, groups: Tensor) -> Tensor | None:
-    """Which patch tokens of grouped patches (M, T) stay in this pass; None if all do."""
-    dropout = getattr(encoder, "patch_drop", None)
-    return dropout.draw(groups) if isinstance(dropout, TokenDropout) and dropout.active else None
-
-
-def _is_plain(encoder: nn.Module) -> bool:
+def is_plain(encoder: nn.Module) -> bool:
+    """Whether it is a ViT whose last block is a plain one and whose feature is the class token."""
     if not isinstance(encoder, VisionTransformer) or encoder.global_pool != "token" or encoder.attn_pool is not None:
         return False
     last = encoder.blocks[-1]
     return type(last) is Block and type(last.attn) is Attention and getattr(last.attn, "gate", None) is None
 
 
-def _attend_from_first(attn: Attention, x: Tensor) -> Tensor:
-    """The first token of attn(x): (N, T, D) → (N, 1, D)."""
+def _attend_from_first(attn: Attention, x: Tensor, seen: Tensor | None = None) -> Tensor:
+    """The first token of attn(x), once for each row of `seen` (R, T), what it attends to: (N, T, D) → (N, R, D)."""
     n, t, _ = x.shape
+    r = 1 if seen is None else len(seen)
     heads, width = attn.num_heads, attn.head_dim
     weight_q, weight_kv = attn.qkv.weight.tensor_split([heads * width])
     bias_q, bias_kv = (None, None) if attn.qkv.bias is None else attn.qkv.bias.tensor_split([heads * width])
     q = F.linear(x[:, :1], weight_q, bias_q).view(n, 1, heads, width).transpose(1, 2)
     k, v = F.linear(x, weight_kv, bias_kv).view(n, t, 2, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
     dropout = attn.attn_drop.p if attn.training else 0.0
-    y = F.scaled_dot_product_attention(attn.q_norm(q), attn.k_norm(k), v, dropout_p=dropout)
-    y = y.transpose(1, 2).reshape(n, 1, heads * width)
+    q = attn.q_norm(q).expand(n, heads, r, width)
+    y = F.scaled_dot_product_attention(q, attn.k_norm(k), v, attn_mask=seen, dropout_p=dropout)
+    y = y.transpose(1, 2).reshape(n, r, heads * width)
     out: Tensor = attn.proj_drop(attn.proj(attn.norm(y)))
     return out
 
@@ -141,12 +163,10 @@ def all_tokens(
     images: Tensor,
     mask: Tensor | None = None,
     mask_token: Tensor | None = None,
-    keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(class token (N, D), patch tokens (N, T, D)), both after the last norm.
 
     mask: (N, T), true where `mask_token` (D,) replaces the embedded patch, before positions are added.
-    keep: (T′,), the patch tokens to compute, in this order; the others are dropped.
     """
     assert isinstance(encoder, VisionTransformer)
     x = encoder.patch_embed(images)  # (N, T, D), or (N, rows, columns, D) with dynamic_img_size
@@ -154,7 +174,7 @@ def all_tokens(
         assert mask_token is not None
         x = torch.where(mask.view(*x.shape[:-1], 1), mask_token.to(x.dtype), x)
     x = add_positions(encoder, x)
-    x = encoder.norm_pre(encoder.patch_drop(x) if keep is None else encoder.patch_drop(x, keep))
+    x = encoder.norm_pre(encoder.patch_drop(x))
     for block in encoder.blocks:
         x = run_block(block, x, recompute=encoder.grad_checkpointing)
     x = encoder.norm(x)

@@ -111,8 +111,9 @@ class Iteration:
     online_head: int  # FLOPs of the heads for one online view
     momentum_head: int = 0
     local_views: int = 1  # online passes per local crop
-    extra_online: int = 0  # heads of patch tokens and regions
+    extra_online: int = 0  # heads of patch tokens
     extra_momentum: int = 0
+    regions: float = 0  # class tokens of regions, which the last block and the heads compute besides
     online_all_tokens: float = 0  # online views whose patch tokens are used, too
     momentum_all_tokens: int = 0
 
@@ -161,8 +162,7 @@ def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = Non
         query,
         project,
         local_views=2,
-        extra_online=round(mixed * np.mean(option["num_mix"]) * query) if region else 0,
-        online_all_tokens=mixed if region else 0,
+        regions=mixed * float(np.mean(option["num_mix"])) if region else 0,
     )
 
 
@@ -191,6 +191,9 @@ def method_flops(
     key, query = (each(sizes, class_token=class_token) for each in (query_cost if drops else cost, query_cost))
     crop = query_cost(replace(sizes, image_size=local_size), class_token=class_token)
     online = steps.online_views * (query + steps.online_head) + steps.online_all_tokens * (query_cost(sizes) - query)
+    tokens, d = max(1, round((1 - token_dropout) * sizes.patches)) + 1, sizes.dim
+    region = 18 * d * d + (4 * tokens * d if attention else 0)  # attention's projection, MLP; attention
+    online += steps.regions * (region + steps.online_head)
     online += local_crops * steps.local_views * (crop + steps.online_head)
     momentum = steps.momentum_views * (key + steps.momentum_head) + steps.momentum_all_tokens * (cost(sizes) - key)
     if patch_heads or method != "ibot":
