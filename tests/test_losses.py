@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from patchmix import losses
 from patchmix.losses import chance, contrast, floor, pad_targets, smooth
+from patchmix.methods.regioncl import region_contrast
+from patchmix.methods.simclr import nt_xent
 from patchmix.mixing import overlap
 from patchmix.mixing.patchmix import share
 from tests.oracles import losses as oracle
@@ -65,6 +72,51 @@ def test_logits_stay_fp32_under_autocast() -> None:
         low = contrast(h, z, torch.eye(8), 0.2)
     assert low.dtype == torch.float32
     assert torch.equal(low, contrast(h, z, torch.eye(8), 0.2))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 11])
+def test_blocks_of_rows_give_the_same_loss_and_gradients(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, k = 11, 40
+    h, z = torch.randn(n, 6, requires_grad=True), torch.randn(k, 6, requires_grad=True)
+    target = pad_targets(overlap(share(n, 3), share(n, 3)), k, 7)
+    labels = torch.arange(n // 2 * 2)
+
+    def results() -> list[torch.Tensor]:
+        values = [
+            contrast(h, z, target, 0.2),
+            nt_xent(h[:10], z, 3, 0.2),
+            region_contrast(h[:10], z, h.roll(1, 0)[:10], labels, 0.2),
+            floor(target),
+        ]
+        return [x.detach() for x in values] + list(torch.autograd.grad(sum(values), [h, z]))
+
+    whole = results()
+    monkeypatch.setattr(losses, "LOGITS", rows * k)
+    for blocked, expected in zip(results(), whole, strict=True):
+        torch.testing.assert_close(blocked, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_memory_of_many_keys_is_bounded() -> None:
+    """Logits of 512 queries among 32,768 keys, on a device that only counts: at most a few blocks at a time."""
+    n, k = 2048, 32768
+    with FakeTensorMode(), Largest() as seen:
+        h, z, target = torch.randn(n, 8, requires_grad=True), torch.randn(k, 8), torch.empty(n, k)
+        seen.elements = 0
+        contrast(h, z, target, 0.2).backward()
+        floor(target)
+    assert seen.elements == losses.LOGITS < n * k / 3
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a new tensor."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.elements = max(self.elements, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)), 0)
+        return out
 
 
 def test_gradient_reaches_keys_unless_they_are_detached() -> None:

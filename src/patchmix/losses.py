@@ -5,11 +5,27 @@ and mix-to-origin, and to M for mix-to-mix as printed in the paper (Eq. 12).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+LOGITS = 1 << 24  # held at a time: 64 MB. More of them are computed block by block, and again in the backward pass
+
+
+def mean_of_rows(value: Callable[..., Tensor], *rows: Tensor, width: int) -> Tensor:
+    """The mean of value(*rows), (n, …) each → (n,), which holds `width` numbers for each row.
+
+    Above `LOGITS` numbers the rows are taken in blocks, and what a block holds is computed again for its gradient.
+    """
+    size, n = max(1, LOGITS // max(1, width)), len(rows[0])
+    if n <= size:
+        return value(*rows).mean()
+    blocks = zip(*(each.split(size) for each in rows), strict=True)  # type: ignore[no-untyped-call]
+    sums = [checkpoint(lambda *block: value(*block).sum(), *block, use_reentrant=False) for block in blocks]
+    return torch.stack(sums).sum() / n
 
 
 def contrast(queries: Tensor, keys: Tensor, target: Tensor, temperature: float) -> Tensor:
@@ -19,8 +35,13 @@ def contrast(queries: Tensor, keys: Tensor, target: Tensor, temperature: float) 
     paper's stop-gradient. Logits are fp32 under any autocast.
     """
     with torch.autocast(queries.device.type, enabled=False):
-        similarity = F.normalize(queries.float(), dim=1) @ F.normalize(keys.float(), dim=1).T
-        return -(target * F.log_softmax(similarity / temperature, dim=1)).sum(dim=1).mean()
+        k = F.normalize(keys.float(), dim=1)
+
+        def of(q: Tensor, target: Tensor) -> Tensor:
+            similarity = F.normalize(q.float(), dim=1) @ k.T
+            return -(target * F.log_softmax(similarity / temperature, dim=1)).sum(dim=1)
+
+        return mean_of_rows(of, queries, target, width=len(keys))
 
 
 def cross_entropy(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
@@ -51,9 +72,13 @@ def chance(target: Tensor) -> Tensor:
 
 def floor(target: Tensor) -> Tensor:
     """The lowest value the contrast can take with this target: its entropy, −Σ t ln(t / row sum)."""
-    proportion = target / target.sum(dim=1, keepdim=True)
-    entropy: Tensor = -torch.special.xlogy(target, proportion).sum(dim=1)
-    return entropy.mean()
+
+    def of(target: Tensor) -> Tensor:
+        proportion = target / target.sum(dim=1, keepdim=True)
+        entropy: Tensor = -torch.special.xlogy(target, proportion).sum(dim=1)
+        return entropy
+
+    return mean_of_rows(of, target, width=target.shape[1])
 
 
 def smooth(target: Tensor, smoothing: float) -> Tensor:

@@ -52,10 +52,10 @@ class Batch:
         labels = None if self.labels is None else change(self.labels)
         colors = None if self.colors is None else change(self.colors)
         views = [change(view) for view in self.views]
-        return replace(self, views=views, indices=change(self.indices), labels=labels, colors=colors)
+        return replace(self, views=views, labels=labels, colors=colors)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on another device."""
+        """The same batch on another device; the indices stay on the host, which reads them."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":

@@ -162,7 +162,7 @@ class FinetuneMethod(SupervisedMethod):
 
     def after_step(self, progress: float) -> None:
         super().after_step(progress)
-        self.ema.update(self.encoder, step=int(self.scores.steps))
+        self.ema.update(self.encoder, step=self.scores.done)
 
 
 def _train(method: FinetuneMethod, task: Task, record: dict[str, Any]) -> tuple[dict[str, float], Path | None]:
@@ -255,12 +255,20 @@ class Erasing:
         self._erase = RandomErasing(probability, mode="pixel", max_count=1, device="cpu")  # type: ignore[no-untyped-call]
 
     def __call__(self, images: Tensor, *, epoch: int, indices: Tensor) -> Tensor:
-        """Changes images (N, C, H, W) in place and returns them."""
-        words = hash_words(self.seed, epoch, indices.cpu().numpy(), _ERASING).tolist()
-        for image, word in zip(images, words, strict=True):
+        """images (N, C, H, W), which are not changed; indices on the CPU."""
+        words = hash_words(self.seed, epoch, indices.numpy(), _ERASING).tolist()
+        erased: dict[int, Tensor] = {}
+        canvas = torch.full(images.shape[1:], torch.nan)
+        for n, word in enumerate(words):
             with seeded_globally(word):
-                self._erase(image)
-        return images
+                self._erase(canvas)
+            if not bool(canvas.isnan().all()):
+                erased[n], canvas = canvas, torch.full_like(canvas, torch.nan)
+        if not erased:
+            return images
+        rows = torch.tensor(list(erased)).to(images.device, non_blocking=True)
+        noise = torch.stack(list(erased.values())).to(images.device, images.dtype, non_blocking=True)
+        return images.index_copy(0, rows, torch.where(noise.isnan(), images[rows], noise))
 
 
 @contextmanager

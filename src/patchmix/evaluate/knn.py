@@ -123,13 +123,13 @@ def knn_predict(
     if temperature <= 0:
         raise ValueError(f"kNN's temperature is {temperature}; it must be above 0, the paper's is {TEMPERATURE}")
     device = bank.device if device is None else device
-    labels = labels.to(device)
     classes = int(labels.max()) + 1
+    labels = labels.to(device, non_blocking=True)
     parts: dict[int, list[Tensor]] = {k: [] for k in ks}
     rows = max(1, min(QUERY_ROWS, BLOCK_ELEMENTS // max(classes, max(ks))))  # also what the tally may hold
     with progress_bar("kNN", len(queries), progress and distributed.is_main()) as advance:
         for start in range(0, len(queries), rows):
-            block = F.normalize(queries[start : start + rows].to(device).float(), dim=1)
+            block = F.normalize(queries[start : start + rows].to(device, non_blocking=True).float(), dim=1)
             similarity, where = nearest(bank, block, max(ks), first=start if leave_one_out else None)
             # Relative to the nearest: that changes no ranking, and no vote overflows.
             votes = torch.exp((similarity - similarity[:, :1]) / temperature)  # (rows, K)
@@ -137,9 +137,9 @@ def knn_predict(
             for k in ks:
                 tally = votes.new_zeros(len(votes), classes).scatter_add_(1, voted[:, :k], votes[:, :k])
                 most = tally.topk(min(top, classes), dim=1)
-                parts[k].append(most.indices.where(most.values > 0, -1).cpu())
+                parts[k].append(most.indices.where(most.values > 0, -1))
             advance(len(block))
-    return {k: torch.cat(blocks) for k, blocks in parts.items()}
+    return {k: torch.cat(blocks).cpu() for k, blocks in parts.items()}
 
 
 def nearest(bank: Tensor, queries: Tensor, k: int, *, first: int | None) -> tuple[Tensor, Tensor]:
@@ -152,16 +152,14 @@ def nearest(bank: Tensor, queries: Tensor, k: int, *, first: int | None) -> tupl
     tile = TILE_ROWS if queries.device.type == "cpu" else len(queries)
     size = max(k, min(BANK_ROWS, BLOCK_ELEMENTS // min(tile, len(queries))))
     for start in range(0, len(bank), size):
-        block = F.normalize(bank[start : start + size].to(queries.device).float(), dim=1)
+        block = F.normalize(bank[start : start + size].to(queries.device, non_blocking=True).float(), dim=1)
         room = queries.new_empty(min(tile, len(queries)), len(block))  # for one product after the other
         parts = []
         for row in range(0, len(queries), tile):
             part = queries[row : row + tile]
             products = torch.mm(part, block.T, out=room[: len(part)])  # (tile, block)
-            if first is not None:
-                own = torch.arange(len(products), device=products.device) + first + row - start
-                inside = ((own >= 0) & (own < len(block))).nonzero()[:, 0]
-                products[inside, own[inside]] = -torch.inf
+            if first is not None and -len(products) < (shift := first + row - start) < len(block):
+                products.diagonal(shift).fill_(-torch.inf)  # query i of these is image i + shift of the block
             parts.append(largest(products, min(k, len(block))))
         values, places = (torch.cat(some) for some in zip(*parts, strict=True))
         similarity, where = torch.cat([similarity, values], dim=1), torch.cat([where, places + start], dim=1)

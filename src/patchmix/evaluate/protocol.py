@@ -178,7 +178,7 @@ class SupervisedMethod(Method):
         self.scores = BestScores(scores)
 
     def after_step(self, progress: float) -> None:
-        self.scores.steps.add_(1)
+        self.scores.count_step()
 
 
 class BestScores(nn.Module):
@@ -190,6 +190,12 @@ class BestScores(nn.Module):
         self.steps = nn.Buffer(torch.zeros((), dtype=torch.int64))
         self.best = nn.Buffer(torch.full((len(names),), -1.0, dtype=torch.float64))
         self.best_step = nn.Buffer(torch.zeros(len(names), dtype=torch.int64))
+        self.done = 0  # `steps`, known without asking the device
+        self.register_load_state_dict_post_hook(_count_loaded)  # type: ignore[no-untyped-call]
+
+    def count_step(self) -> None:
+        self.steps.add_(1)
+        self.done += 1
 
     def note(self, values: Mapping[str, float], steps_per_epoch: int) -> Iterator[tuple[str, float]]:
         """Yields the values, then the best so far and its epoch, of each name."""
@@ -200,6 +206,10 @@ class BestScores(nn.Module):
                 self.best_step[i] = self.steps
             yield f"best_{name}", float(self.best[i])
             yield f"best_{name}_epoch", float(self.best_step[i]) / steps_per_epoch
+
+
+def _count_loaded(scores: BestScores, _: Any) -> None:
+    scores.done = int(scores.steps)
 
 
 def fit(

@@ -93,6 +93,7 @@ def fit_candidates(
     size = min(BATCH, count, max(64, _LOGITS // (len(candidates) * classes)))
     steps = count // size
     generator = torch.Generator().manual_seed(seed)
+    within = torch.arange(size, device=device)
     done, total = 0, epochs * steps
     for epoch in range(1, epochs + 1):
         order = rows[torch.randperm(count, generator=generator)]
@@ -100,7 +101,7 @@ def fit_candidates(
             chosen = order[start : start + size]
             x = models.prepare(vectors[chosen])  # (n, D)
             error = torch.softmax(models.logits(x), dim=2)  # (n, C, K): softmax - target is the gradient
-            error[torch.arange(size), :, labels[chosen].to(device)] -= 1.0
+            error[within, :, labels[chosen].to(device, non_blocking=True)] -= 1.0
             error /= size
             slope = (x.T @ error.flatten(1)).reshape(models.weight.shape) + decay * models.weight
             now = lr * 0.5 * (1 + math.cos(math.pi * done / total))

@@ -27,7 +27,7 @@ class BYOL(Method):
         q1, q2, *q_local = project(views, self.encoder, self.projector, self.predictor)
         z1, z2 = self.momentum_copy.project(*views[:2])
         loss = regression(q1, z2) + regression(q2, z1)  # Eq. 2, and the same with the views exchanged
-        chance = torch.tensor(4.0, device=loss.device)  # of orthogonal vectors: 2 each way
+        chance = loss.new_full((), 4.0)  # of orthogonal vectors: 2 each way
         entries = {"loss": loss, "byol": loss, "byol/chance": chance, "byol/floor": 0 * chance}
         if q_local:
             local = torch.stack([regression(q, z) for q in q_local for z in (z1, z2)]).sum() / len(q_local)

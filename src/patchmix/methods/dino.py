@@ -41,5 +41,5 @@ class DINO(Method):
             p = torch.softmax((t - self.center.value) / self.scalars["teacher_temperature"], dim=-1)  # (2, N, K)
             self.center.observe(t)
         loss = swapped_prediction(s, p.unbind(), self.options.student_temperature)  # H(P_t(x), P_s(x′)), Eq. 3
-        chance = torch.tensor(math.log(p.shape[-1]), device=loss.device)
+        chance = loss.new_full((), math.log(p.shape[-1]))
         return {"loss": loss, "dino": loss, "dino/chance": chance, "dino/floor": entropy(p).mean()}

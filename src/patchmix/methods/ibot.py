@@ -43,30 +43,37 @@ class IBOT(Method):
             self.scalars[name] = Linear(start, end, options.teacher_warmup)(progress)
         self.head.frozen = progress < options.freeze_last_layer
 
-    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """views: u, v (N, C, H, W), then any number of local crops, for L_CLS only."""
+    def draw(self, views: Sequence[Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor]]:
+        """The masks (2N, T) of u and v, and of each masked patch its place in 2N·T and its weight in L_MIM."""
+        device, mask = views[0].device, self.draw_masks(torch.cat(list(views[:2])))
+        places = mask.flatten().nonzero()[:, 0]
+        # Each masked view counts once, however many of its patches are masked (Eq. 3).
+        weight = (1.0 / mask.sum(dim=1, keepdim=True).clamp_min(1)).expand_as(mask)[mask] / len(mask)
+        mask, places, weight = (x.to(device, non_blocking=True) for x in (mask, places, weight))
+        return ((mask, places, weight),)
+
+    def forward(self, views: Sequence[Tensor], drawn: tuple[Tensor, Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+        """views: u, v (N, C, H, W), then any number of local crops, for L_CLS only; drawn: of `draw`."""
         both, n = torch.cat(list(views[:2])), len(views[0])
-        mask = self.draw_masks(both)  # (2N, T)
+        mask, places, weight = drawn or self.draw(views)[0]
         tokens, patches = all_tokens(self.encoder, both, mask, self.mask_token)
         s = [*self.head(tokens).split(n), *project(views[2:], self.encoder, self.head)]
-        s_masked = self.head(patches[mask])  # (masked, K)
+        s_masked = self.head(patches.flatten(0, 1)[places])  # (masked, K)
         with torch.no_grad():
             f, g = self.momentum_copy.network
             assert isinstance(g, PrototypeHead)
             whole, whole_patches = all_tokens(f, both)
             t, z_patch = g(whole).float(), g.embed(whole_patches)
             p = torch.softmax((t - self.center.value) / self.scalars["teacher_temperature"], dim=-1)
-            centered = g.scores(z_patch[mask]).float() - self.center_patch.value
+            centered = g.scores(z_patch.flatten(0, 1)[places]).float() - self.center_patch.value
             p_masked = torch.softmax(centered / self.scalars["teacher_patch_temperature"], dim=-1)
             self.center.observe(t)
             self.center_patch.observe(g.scores(z_patch.float().mean(dim=(0, 1), keepdim=True)))  # scores are linear
 
         tau = self.options.student_temperature
         cls = swapped_prediction(s, p.chunk(2), tau)  # Eq. 2
-        # Each masked view counts once, however many of its patches are masked (Eq. 3).
-        weight = (1.0 / mask.sum(dim=1, keepdim=True).clamp_min(1)).expand_as(mask)[mask] / len(both)
         mim = (weight * cross_entropy(s_masked, p_masked, tau)).sum()
-        chance = torch.tensor(math.log(t.shape[-1]), device=cls.device)
+        chance = cls.new_full((), math.log(t.shape[-1]))
         return {
             "loss": self.options.weights[0] * cls + self.options.weights[1] * mim,
             "cls": cls,
@@ -78,8 +85,8 @@ class IBOT(Method):
         }
 
     def draw_masks(self, images: Tensor) -> Tensor:
-        """(N, T), true where a patch is masked; drawn on the CPU from the method's own generator."""
-        masks = block_masks(
+        """(N, T), true where a patch is masked; on the CPU, from the method's own generator."""
+        return block_masks(
             len(images),
             images.shape[-2] // self.patch_size,
             images.shape[-1] // self.patch_size,
@@ -87,4 +94,3 @@ class IBOT(Method):
             ratio=self.options.mask_ratio,
             generator=self.generator,
         )
-        return masks.to(images.device, non_blocking=True)

@@ -10,7 +10,8 @@ from patchmix.nn import Center, MomentumCopy, PrototypeHead, TokenDropout
 
 
 class Method(nn.Module):
-    """One paper, one file. The loop calls, each step: `before_step`, `forward`, backward, optimizer, `after_step`.
+    """One paper, one file. The loop calls, each step: `before_step`, `draw`, `forward`, backward, optimizer,
+    `after_step`.
 
     `forward` returns a dict with "loss"; the other entries are logged by name. For a contrast called "x", the entries
     "x/chance" and "x/floor" are values to compare it with.
@@ -31,7 +32,11 @@ class Method(nn.Module):
     def before_step(self, progress: float) -> None:
         """`progress` is the fraction of the training done so far, from 0 up to 1."""
 
-    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+    def draw(self, views: Sequence[Tensor]) -> tuple[Any, ...]:
+        """What `forward` takes beside the views: all that is drawn on the CPU, which a compiled graph can't do."""
+        return ()
+
+    def forward(self, views: Sequence[Tensor], *drawn: Any) -> dict[str, Tensor]:
         raise AssertionError("a method defines forward(views)")
 
     def drop_tokens(self, share: float) -> None:

@@ -51,14 +51,19 @@ class PatchMixMethod(Method):
         )
         self.ramp.fill_(Linear(0.0, 1.0, options.mixed_ramp)(progress))
 
-    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """views: x1, x2 (N, C, H, W), then any number of smaller local crops."""
-        x1, x2, *crops = views
-        if self.options.mixed_query == 2:
-            x1, x2 = x2, x1
+    def draw(self, views: Sequence[Tensor]) -> tuple[list[Mixed]]:
+        """Every view mixed, x1 and x2 in this order (Algorithm 2, lines 5 and 6)."""
         mix = self.mix.for_one_step()
-        mix1, mix2 = self.mixed(mix, x1), self.mixed(mix, x2)  # Algorithm 2, lines 5 and 6
+        return ([self.mixed(mix, x) for x in self.in_order(views)],)
 
+    def in_order(self, views: Sequence[Tensor]) -> Sequence[Tensor]:
+        """x1, of which the mixed query is made, x2, and the local crops."""
+        return [views[1], views[0], *views[2:]] if self.options.mixed_query == 2 else views
+
+    def forward(self, views: Sequence[Tensor], drawn: Sequence[Mixed] = ()) -> dict[str, Tensor]:
+        """views: two of (N, C, H, W), then any number of smaller local crops; drawn: of `draw`."""
+        x1, x2, *crops = self.in_order(views)
+        mix1, mix2, *mixed = drawn or self.draw(views)[0]
         oto, mto, mtm = self.options.weights  # a batch that only terms of weight 0 need is not computed
         region, directions = self.options.region_weight, self.options.directions
         shared, symmetric = directions == "shared", directions == "symmetric"
@@ -75,7 +80,6 @@ class PatchMixMethod(Method):
         if symmetric:
             self.add_contrasts(terms, (x1, z2), (mix2, z1), (mix1, z_mix1))
         if crops:
-            mixed = [self.mixed(mix, crop) for crop in crops]
             y_oto = self.targets(torch.eye(len(mix1.share), device=x1.device)).repeat(len(crops), 1)
             y_mto = torch.cat([self.targets(crop.share) for crop in mixed])
             h, h_mix = self.queries(torch.cat(crops), torch.cat([crop.images for crop in mixed]))

@@ -13,10 +13,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.losses import Contrasts, pad_targets
+from patchmix.losses import Contrasts, mean_of_rows, pad_targets
 from patchmix.methods.method import Method
 from patchmix.methods.options import RegionCLOptions
-from patchmix.mixing import Region, RegionSwap, partners
+from patchmix.mixing import RegionSwap, partners
 from patchmix.nn import MomentumCopy, all_tokens, mlp_head, patch_size_of, project
 from patchmix.schedules import Cosine
 
@@ -31,13 +31,22 @@ class RegionCL(Method):
         self.momentum_copy = MomentumCopy(encoder, self.projector, momentum=Cosine(options.momentum, 1.0))
         self.swap = RegionSwap(patch_size_of(encoder), options.region_sides, self.generator)
 
-    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """views: x1, x2 (N, C, H, W), then any number of local crops, which are queries for the key."""
+    def draw(self, views: Sequence[Tensor]) -> tuple[tuple[Tensor, Tensor]]:
+        """View 1 with swapped regions, and where they are: (T,), true inside the region."""
+        region = self.swap.draw(views[0])
+        height, width = (side // self.swap.patch_size for side in views[0].shape[-2:])
+        inside = torch.zeros(height, width, dtype=torch.bool)
+        inside[region.top : region.bottom, region.left : region.right] = True
+        return ((self.swap(views[0], region).images, inside.flatten().to(views[0].device, non_blocking=True)),)
+
+    def forward(self, views: Sequence[Tensor], drawn: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+        """views: x1, x2 (N, C, H, W), then any number of local crops, which are queries for the key; drawn: of
+        `draw`.
+        """
         x1, x2, *local_crops = views
-        region = self.swap.draw(x1)
-        swapped = self.swap(x1, region).images
+        swapped, inside = drawn or self.draw(views)[0]
         q, *q_local = project([x1, *local_crops], self.encoder, self.projector, self.predictor)
-        paste, canvas = (self.predictor(self.projector(f)) for f in self.region_features(swapped, region))
+        paste, canvas = (self.predictor(self.projector(f)) for f in self.region_features(swapped, inside))
         k = distributed.gather(self.momentum_copy.project(x2)[0])
 
         n, offset = len(x1), distributed.rank() * len(x1)
@@ -54,24 +63,24 @@ class RegionCL(Method):
         ]
         level = torch.stack(regions).mean()
         entries = terms.total()
-        chance = torch.tensor(math.log(len(k) + 1), device=level.device)
+        chance = level.new_full((), math.log(len(k) + 1))
         entries |= {"region": level, "region/chance": chance, "region/floor": torch.zeros_like(chance)}
         return entries | {"loss": entries["loss"] + weights[1] * level}
 
-    def region_features(self, swapped: Tensor, region: Region) -> tuple[Tensor, Tensor]:
+    def region_features(self, swapped: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
         """Means of the patch tokens inside and outside the region: (N, D) each."""
-        size = self.swap.patch_size
-        rows, columns = swapped.shape[-2] // size, swapped.shape[-1] // size
-        inside = torch.zeros(rows, columns, dtype=torch.bool, device=swapped.device)
-        inside[region.top : region.bottom, region.left : region.right] = True
         _, patches = all_tokens(self.encoder, swapped)
-        flat = inside.flatten()
-        return patches[:, flat].mean(dim=1), patches[:, ~flat].mean(dim=1)
+        pasted = patches.where(inside.unsqueeze(1), 0).sum(dim=1) / inside.sum()
+        return pasted, patches.where(~inside.unsqueeze(1), 0).sum(dim=1) / (~inside).sum()
 
 
 def region_contrast(q: Tensor, keys: Tensor, negative: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """InfoNCE among the K keys and one more negative per query, which gets no gradient."""
     with torch.autocast(q.device.type, enabled=False):
         q, keys, negative = (F.normalize(x.float(), dim=1) for x in (q, keys, negative.detach()))
-        logits = torch.cat([q @ keys.T, (q * negative).sum(dim=1, keepdim=True)], dim=1)
-        return F.cross_entropy(logits / temperature, labels)
+
+        def of(q: Tensor, negative: Tensor, labels: Tensor) -> Tensor:
+            logits = torch.cat([q @ keys.T, (q * negative).sum(dim=1, keepdim=True)], dim=1)
+            return F.cross_entropy(logits / temperature, labels, reduction="none")
+
+        return mean_of_rows(of, q, negative, labels, width=len(keys))

@@ -13,7 +13,7 @@ from patchmix import distributed
 from patchmix.losses import Contrasts, pad_targets
 from patchmix.methods.method import Method
 from patchmix.methods.options import SDMPOptions
-from patchmix.mixing import PAIR_MIXES, OneOf, ResizeMix, overlap
+from patchmix.mixing import PAIR_MIXES, Mixed, OneOf, ResizeMix, overlap
 from patchmix.nn import MomentumCopy, mlp_head, project
 from patchmix.schedules import Cosine
 
@@ -33,15 +33,20 @@ class SDMP(Method):
         mixes["resizemix"] = ResizeMix(area=options.pasted_area, generator=self.generator)
         self.mix = OneOf([mixes[name] for name in names], self.generator)
 
-    def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """views: x1, x2 (N, C, H, W), whose roles are exchanged at random, then any number of local crops."""
-        x1, x2, *local_crops = views
+    def draw(self, views: Sequence[Tensor]) -> tuple[tuple[Tensor, Tensor, Mixed, Mixed]]:
+        """x1, x2, whose roles are exchanged at random, and their mixes."""
+        x1, x2 = views[:2]
         if torch.rand((), generator=self.generator) > 0.5:
             x1, x2 = x2, x1
         mix = self.mix.for_one_step()
         fraction = mix.draw(len(x1))  # 1 − λ
-        mix1, mix2 = mix(x1, fraction), mix(x2, fraction)
+        return ((x1, x2, mix(x1, fraction), mix(x2, fraction)),)
 
+    def forward(
+        self, views: Sequence[Tensor], drawn: tuple[Tensor, Tensor, Mixed, Mixed] | None = None
+    ) -> dict[str, Tensor]:
+        """views: two of (N, C, H, W), then any number of local crops; drawn: of `draw`."""
+        (x1, x2, mix1, mix2), local_crops = drawn or self.draw(views)[0], views[2:]
         queries = [x1, mix2.images, *local_crops]
         q1, q_mix2, *q_local = project(queries, self.encoder, self.projector, self.predictor)
         k1, k2, k_mix1 = (distributed.gather(k) for k in self.momentum_copy.project(x1, x2, mix1.images))

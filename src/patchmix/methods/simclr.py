@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.losses import Contrasts, pad_targets
+from patchmix.losses import Contrasts, mean_of_rows, pad_targets
 from patchmix.methods.method import Method
 from patchmix.methods.options import SimCLROptions
 from patchmix.nn import BatchNorm, mlp_head, project
@@ -35,7 +35,7 @@ class SimCLR(Method):
         keys = torch.cat([distributed.gather_with_gradient(z) for z in (z1, z2)])  # (2K, D)
         n, k, offset = len(z1), len(keys) // 2, distributed.rank() * len(z1)
         loss = nt_xent(torch.cat([z1, z2]), keys, offset, self.options.temperature)
-        chance = torch.tensor(math.log(max(2 * k - 1, 1)), device=loss.device)
+        chance = loss.new_full((), math.log(max(2 * k - 1, 1)))
         entries = {"loss": loss, "ntxent": loss, "ntxent/chance": chance, "ntxent/floor": torch.zeros_like(chance)}
         if z_local:
             same_image = pad_targets(torch.eye(n, device=loss.device), k, offset)
@@ -52,6 +52,11 @@ def nt_xent(queries: Tensor, keys: Tensor, offset: int, temperature: float) -> T
     index = torch.arange(n, device=queries.device) + offset
     same_view, other_view = torch.cat([index, index + k]), torch.cat([index + k, index])
     with torch.autocast(queries.device.type, enabled=False):
-        similarity = F.normalize(queries.float(), dim=1) @ F.normalize(keys.float(), dim=1).T / temperature
-        similarity = similarity.scatter(1, same_view.unsqueeze(1), -math.inf)  # 1[k ≠ i]
-        return F.cross_entropy(similarity, other_view)
+        normalized = F.normalize(keys.float(), dim=1)
+
+        def of(q: Tensor, same: Tensor, other: Tensor) -> Tensor:
+            similarity = F.normalize(q.float(), dim=1) @ normalized.T / temperature
+            similarity = similarity.scatter(1, same.unsqueeze(1), -math.inf)  # 1[k ≠ i]
+            return F.cross_entropy(similarity, other, reduction="none")
+
+        return mean_of_rows(of, queries, same_view, other_view, width=len(keys))

@@ -55,7 +55,7 @@ class SwAV(Method):
             self.enqueue(z[0], z[1])
 
         loss = swapped_prediction(scores, q, self.options.temperature)  # ℓ(z_t, q_s), Eq. 2
-        chance = torch.tensor(math.log(len(prototypes)), device=loss.device)
+        chance = loss.new_full((), math.log(len(prototypes)))
         return {"loss": loss, "swav": loss, "swav/chance": chance, "swav/floor": entropy(torch.cat(q)).mean()}
 
     @torch.no_grad()
@@ -63,8 +63,9 @@ class SwAV(Method):
         """q of this process's images, balanced over the global batch and the queue once it is full: (N, prototypes)."""
         n, offset = len(z), distributed.rank() * len(z)
         all_scores = distributed.gather(scores.detach())
-        if self.queueing and queue.shape[0] and int(self.queued) >= queue.shape[0]:
-            all_scores = torch.cat([all_scores, queue @ self.prototypes.T])
+        if self.queueing and queue.shape[0]:
+            full = self.queued >= len(queue)  # before, a score of −∞ leaves no weight to what is queued
+            all_scores = torch.cat([all_scores, (queue @ self.prototypes.T).where(full, -math.inf)])
         return sinkhorn(all_scores, self.options.epsilon, self.options.sinkhorn_iterations)[offset : offset + n]
 
     @torch.no_grad()

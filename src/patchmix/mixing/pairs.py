@@ -34,7 +34,7 @@ class Mixup(_BetaMix):
 
     def __call__(self, images: Tensor, fraction: Tensor | None = None) -> Mixed:
         n, *_ = check_images(images, "Mixup")
-        fraction = (self.draw(n) if fraction is None else fraction).to(images.device)
+        fraction = (self.draw(n) if fraction is None else fraction).to(images.device, non_blocking=True)
         exact = _exact(images.dtype)
         mixed = torch.lerp(images.to(exact), partners(images).to(exact), fraction.view(-1, 1, 1, 1).to(exact))
         return Mixed(_as_dtype(mixed, images.dtype), pair_share(fraction))
@@ -57,7 +57,11 @@ class CutMix(_BetaMix):
             start = (position * size - length / 2).round()
             edges.append((start.clamp(min=0).long(), (start + length).clamp(max=size).long()))
         (top, bottom), (left, right) = edges
-        return _paste(partners(images), images, *(edge.to(images.device) for edge in (top, left, bottom, right)))
+        return _paste(
+            partners(images),
+            images,
+            *(edge.to(images.device, non_blocking=True) for edge in (top, left, bottom, right)),
+        )
 
 
 class ResizeMix(Mix):
@@ -89,7 +93,7 @@ class ResizeMix(Mix):
         h, w = ((side * size).round().clamp(1, max(size - 1, 1)).long() for size in (height, width))
         position = torch.rand(2, n, generator=self.generator)
         top, left = (position[0] * (height - h + 1)).long(), (position[1] * (width - w + 1)).long()
-        h, w, top, left = (edge.to(images.device) for edge in (h, w, top, left))
+        h, w, top, left = (edge.to(images.device, non_blocking=True) for edge in (h, w, top, left))
 
         # Each pixel of a box looks up its position in the partner: one sampling for boxes of any size.
         y = 2.0 * (torch.arange(height, device=h.device) + 0.5 - top.unsqueeze(1)) / h.unsqueeze(1) - 1.0  # (N, H)

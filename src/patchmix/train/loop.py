@@ -217,7 +217,7 @@ def train_step(
                 views = prepare(batch)
                 if plan.image_sizes:
                     views = shrink(views, stage(plan.image_sizes, progress))
-                losses: dict[str, Tensor] = module(views)
+                losses: dict[str, Tensor] = module(views, *method.draw(views))
             on_losses(step, losses)
             with phase("backward"):
                 (losses["loss"] / plan.accumulate).backward()  # type: ignore[no-untyped-call]
