@@ -1,6 +1,6 @@
-"""Draws the pictures of README and docs from a real run: `make figures RUN=runs/cifar-small`.
+"""Draws the pictures of README and docs: `make figures RUN=runs/cifar-small PHOTOS=clothing`.
 
-Pictures of images show the generated set, which is ours to show; of other data only curves are drawn.
+The photos must be free to show; those in the repository are of a clothing set under CC0.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from patchmix.settings import ShowCurves, ShowMix
 IMAGES = Path(__file__).parent / "images"
 
 
-def main(run: Path) -> None:
-    show_mix(ShowMix("shapes", IMAGES / "mix.png", num_mix=3, patch_size=8, size=32, images=6))
+def main(run: Path, photos: str) -> None:
+    show_mix(ShowMix(photos, IMAGES / "mix.png", num_mix=3, patch_size=16, size=96, images=6, seed=3))
     show_curves(ShowCurves((str(run),), IMAGES / "curves.png"))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

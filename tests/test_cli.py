@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,9 +134,98 @@ def test_names_of_the_package_are_not_names_of_modules(name: str) -> None:
     assert importlib.util.find_spec(f"patchmix.{name}") is None
 
 
-def test_python_m_patchmix() -> None:
-    result = subprocess.run([sys.executable, "-m", "patchmix", "--help"], capture_output=True, text=True, check=True)
-    assert "pretrain" in result.stdout
+def test_version_without_importing_torch() -> None:
+    """In a process of its own, as `python -m patchmix`."""
+    import timm
+    import torch
+
+    command = [sys.executable, "-X", "importtime", "-m", "patchmix", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    assert result.stdout.startswith(f"patchmix {patchmix.__version__} (torch {torch.__version__.split('+')[0]}")
+    assert f"timm {timm.__version__}, {cuda}, Python 3." in result.stdout
+    assert " torch\n" not in result.stderr
+
+
+def test_recipes_and_help_need_no_torch() -> None:
+    code = "import sys\nfrom patchmix.cli import main\nmain(['recipes', '--json'])\ntry: main(['knn', '--help'])\n"
+    code += "except SystemExit: pass\nassert not {'torch', 'timm', 'cv2', 'numpy'} & set(sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    rows, _ = json.JSONDecoder().raw_decode(result.stdout)
+    assert {row["recipe"] for row in rows} >= {"paper", "official", "demo"} and rows[0]["knn"] == 73.3
+    assert "--layers" in result.stdout and "--json, --quiet, --verbose" in result.stdout
+
+
+def test_json_is_all_that_stdout_gets(own_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["knn", str(own_run), "--data", "shapes:80", "--device", "cpu", "--k", "5", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["protocol"] == "knn" and 0 <= result["metrics"]["top1"] <= 1
+    main(["compare", str(own_run), "--json"])
+    printed = capsys.readouterr()
+    (row,) = json.loads(printed.out)
+    assert row["results"]["knn"]["metrics"] == result["metrics"] and row["config"]["recipe"] == "demo"
+    assert "tiny" in printed.err  # the table for people
+    main(["flops", "--model", "vit_tiny_patch2_32", "--method", "patchmix", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)
+    assert round(row["linear"] / 1e9, 1) == 49.9
+
+
+def test_quiet_and_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(name: str, *options: str) -> str:
+        main(
+            [
+                "pretrain",
+                "shapes:64",
+                "--out",
+                str(tmp_path / name),
+                "--epochs",
+                "2",
+                *TINY,
+                "--log-every",
+                "1",
+                *options,
+            ]
+        )
+        return "".join(capsys.readouterr())
+
+    assert printed("a", "--quiet") == ""
+    normal, verbose = printed("b"), printed("c", "--verbose")
+    assert verbose.count(" %  epoch") >= 4 > normal.count(" %  epoch")  # a line for each step
+    with pytest.raises(ValueError, match="nowhere"):  # the traceback
+        main(["pretrain", "nowhere", "--out", str(tmp_path / "d"), "--verbose"])
+    assert "PATCHMIX_OUTPUT" not in os.environ
+
+
+def test_no_color(own_run: Path) -> None:
+    """Colors come with FORCE_COLOR, as at a terminal, and go with NO_COLOR."""
+    command = [sys.executable, "-m", "patchmix", "recipes"]
+    for settings, colored in (
+        ({"FORCE_COLOR": "1"}, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        ({}, False),
+    ):
+        result = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **settings})
+        assert bool(re.search(r"\x1b\[[\d;]*3\dm", result.stdout)) == colored, settings
+
+
+def test_completion(tmp_path: Path) -> None:
+    def complete(*words: str) -> list[str]:
+        """What bash offers for the last word."""
+        script = f"source {tmp_path / 'bash'}; COMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}; "
+        result = subprocess.run(
+            ["bash", "-c", script + "_patchmix; echo ${COMPREPLY[@]}"], capture_output=True, text=True
+        )
+        assert not result.stderr
+        return result.stdout.split()
+
+    code = "from patchmix.cli import completion; print(completion('bash'))"
+    (tmp_path / "bash").write_text(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert complete("patchmix", "kn") == ["knn"]
+    assert complete("patchmix", "show", "m") == ["mix", "map"]
+    assert complete("patchmix", "knn", "--lay") == ["--layers"]
+    assert complete("patchmix", "pretrain", "photos", "--num-m") == ["--num-mix", "--num-mix-stages"]
+    assert complete("patchmix", "show", "mix", "--js") == ["--json"]
 
 
 def test_a_run_is_repeated_from_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ How: a command keeps its verb and its options. Only this is different from what 
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import itertools
 import os
@@ -31,6 +32,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from patchmix.build import METHODS
 from patchmix.cli import main
@@ -218,6 +220,36 @@ def test_links_lead_somewhere() -> None:
             linked = page.parent / target if target else page
             assert linked.exists(), f"{page.name} → {target}"
             assert not anchor or anchor in anchors(linked), f"{page.name} → {target}#{anchor}"
+
+
+def documented_modules() -> list[str]:
+    """The modules whose docstrings make docs/api.md."""
+    names = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return sorted({name if find_module(name) else name.rpartition(".")[0] for name in names})
+
+
+def find_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
+def test_examples_in_docstrings() -> None:
+    results = [doctest.testmod(importlib.import_module(name)) for name in documented_modules()]
+    assert sum(result.attempted for result in results) >= 8
+    assert not any(result.failed for result in results)
+
+
+def test_workflows_run_what_make_runs() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            matrix = job.get("strategy", {}).get("matrix", {}).get("target", [])
+            for command in [step["run"] for step in job["steps"] if "run" in step]:
+                words = command.split()
+                named = matrix if "matrix.target" in command else words[1:2]
+                assert words[0] == "make" and named and set(named) <= targets, f"{path.name}: {command}"
 
 
 def test_files_that_the_pages_name_exist() -> None:

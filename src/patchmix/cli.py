@@ -2,20 +2,27 @@
 
 import contextlib
 import importlib
+import importlib.metadata
+import importlib.util
 import io
 import itertools
+import json
+import math
 import os
+import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_origin
 
 import tyro
 
+from patchmix import __version__
 from patchmix import settings as s
 from patchmix.config import Config, check_known, flat, from_dict, to_dict, validate
+from patchmix.progress import OUTPUT
 from patchmix.recipes import start
 
 
@@ -43,7 +50,8 @@ VERBS = {
     "compare": Verb(s.Compare, "patchmix.study.compare:compare", compute=True),
     "ablate": Verb(s.Ablate, "patchmix.ablation:ablate", compute=True),
     "import": Verb(s.Import, "patchmix.interop.importing:import_weights", alone=True),
-    "export": Verb(s.Export, "patchmix.interop.exporting:export_weights", alone=True),
+    "export": Verb(s.Export, "patchmix.report.share:export_weights", alone=True),
+    "push": Verb(s.Push, "patchmix.report.share:push", alone=True),
     "show mix": Verb(s.ShowMix, "patchmix.report.figures:show_mix", alone=True),
     "show curves": Verb(s.ShowCurves, "patchmix.report.curves:show_curves", alone=True),
     "show similarity": Verb(s.ShowSimilarity, "patchmix.report.similarity:show_similarity", alone=True),
@@ -55,8 +63,16 @@ VERBS = {
     "flops": Verb(s.Flops, "patchmix.study.flops:flops"),
     "bench": Verb(s.Bench, "patchmix.study.bench:bench", compute=True),
     "doctor": Verb(s.Doctor, "patchmix.study.doctor:doctor"),
-    "recipes": Verb(s.Recipes, "patchmix.study.compare:recipes"),
+    "recipes": Verb(s.Recipes, "patchmix.recipes:recipes"),
     "demo": Verb(s.Demo, "patchmix.demo:demo", compute=True, alone=True),
+}
+
+
+# What every command takes.
+OUTPUT_OPTIONS = {
+    "--json": "Print the result as JSON. Everything else goes to stderr.",
+    "--quiet": "Print results, warnings and errors only.",
+    "--verbose": "Print every logged step, and the traceback of an error.",
 }
 
 
@@ -64,36 +80,137 @@ def main(args: list[str] | None = None) -> None:
     """Runs one command; a user's mistake ends in one line and exit code 2."""
     in_shell = args is None
     args = sys.argv[1:] if args is None else args
-    try:
-        name, rest = split_verb(args)
-        if name is None:
-            print(overview(prefix="show " if args[:1] == ["show"] else ""))
-            return
-        verb = VERBS[name]
-        if in_shell and verb.compute:
-            from patchmix.train.allocator import keep_freed_memory, restart_with_huge_pages
+    with _output(OUTPUT_OPTIONS.keys() & set(args)):
+        try:
+            if args[:1] == ["--version"]:
+                print(version())
+            elif args[:1] == ["--print-completion"]:
+                print(completion(args[1] if len(args) > 1 else ""))
+            else:
+                _run(args, in_shell)
+        except KeyboardInterrupt:
+            _fail("interrupted", 130)
+        except Exception as error:
+            code = _exit_code(error)
+            if code is None or os.environ.get("PATCHMIX_TRACEBACK") or os.environ.get(OUTPUT) == "verbose":
+                raise
+            _fail(str(error), code)
 
-            restart_with_huge_pages()
-            keep_freed_memory()
-        if "WORLD_SIZE" in os.environ and verb.alone:
-            from patchmix.distributed import check_alone
 
-            check_alone(f"patchmix {name}")
-        settings = parse(verb.settings, rest, prog=f"patchmix {name}")
-        if getattr(settings, "devices", None) and "RANK" not in os.environ:
-            from patchmix.launch import launch
+def _run(args: list[str], in_shell: bool) -> None:
+    name, rest = split_verb(args)
+    if name is None:
+        print(overview(prefix="show " if args[:1] == ["show"] else ""))
+        return
+    verb = VERBS[name]
+    if in_shell and verb.compute and not {"-h", "--help"} & set(rest):
+        from patchmix.train.allocator import keep_freed_memory, restart_with_huge_pages
 
-            sys.exit(launch([name, *without_option(rest, "--devices")], settings.devices))
+        restart_with_huge_pages()
+        keep_freed_memory()
+    if "WORLD_SIZE" in os.environ and verb.alone:
+        from patchmix.distributed import check_alone
+
+        check_alone(f"patchmix {name}")
+    settings = parse(verb.settings, [word for word in rest if word not in OUTPUT_OPTIONS], prog=f"patchmix {name}")
+    if getattr(settings, "devices", None) and "RANK" not in os.environ:
+        from patchmix.launch import launch
+
+        sys.exit(launch([name, *without_option(rest, "--devices")], settings.devices))
+    as_json, main_process = "--json" in rest, os.environ.get("RANK", "0") == "0"
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         result = resolve(verb.run)(settings)
-        if verb.show is not None and os.environ.get("RANK", "0") == "0":
+        if verb.show is not None and main_process:
             resolve(verb.show)(result)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
-    except Exception as error:
-        code = _exit_code(error)
-        if code is None or os.environ.get("PATCHMIX_TRACEBACK"):
-            raise
-        _fail(str(error), code)
+    if as_json and main_process:
+        print(json.dumps(plain(result), indent=1, ensure_ascii=False))
+
+
+@contextlib.contextmanager
+def _output(options: set[str]) -> Iterator[None]:
+    """--quiet or --verbose for this command, and by the environment for the processes that it starts."""
+    before = os.environ.get(OUTPUT)
+    chosen = next((option[2:] for option in ("--verbose", "--quiet") if option in options), before)
+    try:
+        if chosen is not None:
+            os.environ[OUTPUT] = chosen
+        yield
+    finally:
+        os.environ.pop(OUTPUT, None)
+        if before is not None:
+            os.environ[OUTPUT] = before
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold of a result: dataclasses by field, paths and other objects by name."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return {"path": str(value.path)} if hasattr(value, "path") else str(value)
+
+
+def version() -> str:
+    """Our version and those that results depend on; torch is not imported, which would take seconds."""
+    spec = importlib.util.find_spec("torch")
+    names: dict[str, Any] = {"cuda": None}
+    if spec is not None and spec.origin is not None:
+        found = importlib.util.spec_from_file_location("torch_version", Path(spec.origin).with_name("version.py"))
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+        names = vars(module)
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchvision", "timm")]
+    cuda = f"CUDA {names['cuda']}" if names["cuda"] else "no CUDA"
+    return f"patchmix {__version__} ({', '.join([*versions, cuda])}, Python {platform.python_version()})"
+
+
+def completion(shell: str) -> str:
+    """A script that completes commands and options in bash, zsh or fish."""
+    check_known(shell, ("bash", "zsh", "fish"), "shell")
+    options = {}
+    for name, verb in VERBS.items():
+        own = [field.name for field in fields(verb.settings)]
+        names = option_names(verb.settings, _defaults(verb.settings, start()) if "run" in own else None)
+        options[name] = [f"--{each.replace('_', '-')}" for each in names if each not in ("run", "weights")]
+        options[name] += OUTPUT_OPTIONS
+    if shell == "fish":
+        lines = [f"complete -c patchmix -n 'test (count (commandline -opc)) -eq 1' -f -a '{' '.join(first_words())}'"]
+        lines += [f"complete -c patchmix -n '__fish_seen_subcommand_from show' -f -a '{' '.join(figure_words())}'"]
+        for name, each in options.items():
+            condition = " and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
+            lines += [f"complete -c patchmix -n '{condition}' -l {option[2:]}" for option in each]
+        return "\n".join(lines)
+    cases = "\n".join(f"    '{name}') words='{' '.join(each)}' ;;" for name, each in options.items())
+    script = f"""\
+_patchmix() {{
+  local cur="${{COMP_WORDS[COMP_CWORD]}}" verb="${{COMP_WORDS[1]}}" words=''
+  if [[ "$COMP_CWORD" == 1 ]]; then COMPREPLY=($(compgen -W '{" ".join(first_words())}' -- "$cur")); return; fi
+  if [[ "$verb" == show ]]; then
+    if [[ "$COMP_CWORD" == 2 ]]; then COMPREPLY=($(compgen -W '{" ".join(figure_words())}' -- "$cur")); return; fi
+    verb="show ${{COMP_WORDS[2]}}"
+  fi
+  case "$verb" in
+{cases}
+  esac
+  if [[ "$cur" == -* ]]; then COMPREPLY=($(compgen -W "$words" -- "$cur")); else COMPREPLY=($(compgen -f -- "$cur")); fi
+}}
+complete -o filenames -F _patchmix patchmix patchmix-ssl"""
+    return f"autoload -U +X bashcompinit && bashcompinit\n{script}" if shell == "zsh" else script
+
+
+def first_words() -> list[str]:
+    return list(dict.fromkeys(name.split()[0] for name in VERBS))
+
+
+def figure_words() -> list[str]:
+    return [name.split()[1] for name in VERBS if " " in name]
 
 
 def split_verb(args: list[str]) -> tuple[str | None, list[str]]:
@@ -112,7 +229,10 @@ def overview(prefix: str = "") -> str:
     shown = [line for line in lines if line.strip().startswith(prefix)]
     title = "Self-supervised pre-training of Vision Transformers with PatchMix."
     usage = f"usage: patchmix {prefix}COMMAND [OPTIONS]     (patchmix {prefix}COMMAND --help lists the options)"
-    return "\n".join([usage, "", title, "", *shown])
+    everywhere = [f"  {option:<16} {text}" for option, text in OUTPUT_OPTIONS.items()]
+    more = ["  --version        Print the versions of patchmix, torch, timm and CUDA."]
+    more += ["  --print-completion {bash,zsh,fish}"]
+    return "\n".join([usage, "", title, "", *shown, "", "options of every command:", *everywhere, "", "also:", *more])
 
 
 def python_function(name: str) -> Callable[..., Any]:
@@ -202,7 +322,8 @@ def _tyro(cls: Any, args: list[str], prog: str, **options: Any) -> Any:
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(cls, prog=prog, args=args, **options)
+            about = f"{(get_origin(cls) or cls).__doc__}\n\nEvery command also takes {', '.join(OUTPUT_OPTIONS)}."
+            return tyro.cli(cls, prog=prog, args=args, description=about, **options)
     except SystemExit as stop:
         if not stop.code:
             raise

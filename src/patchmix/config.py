@@ -161,6 +161,8 @@ class RuntimeConfig:
     recompute: bool = False  # Activation checkpointing: less memory, about a third more time.
     compile: bool = False  # Use torch.compile: minutes of warm-up, then faster on most GPUs.
     wandb: str | None = None  # Weights & Biases project to log to as well.
+    mlflow: str | None = None  # MLflow experiment to log to as well.
+    trackio: str | None = None  # Trackio project to log to as well.
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,11 @@ def contrast(queries: Tensor, keys: Tensor, target: Tensor, temperature: float) 
 
     queries: (N, D), keys: (K, D), target: (N, K). Gradients flow into queries and keys: detach the keys for the
     paper's stop-gradient. Logits are fp32 under any autocast.
+
+    Examples:
+        >>> queries, keys = torch.eye(3), torch.eye(3)
+        >>> contrast(queries, keys, target=torch.eye(3), temperature=0.2)
+        tensor(0.0134)
     """
     with torch.autocast(queries.device.type, enabled=False):
         k = F.normalize(keys.float(), dim=1)
@@ -66,7 +71,12 @@ def entropy(target: Tensor) -> Tensor:
 
 
 def chance(target: Tensor) -> Tensor:
-    """The contrast of a model for which all K keys are equally similar: ln K × row sum."""
+    """The contrast of a model for which all K keys are equally similar: ln K × row sum.
+
+    Examples:
+        >>> chance(torch.eye(8)), floor(torch.full((8, 8), 1 / 8))
+        (tensor(2.0794), tensor(2.0794))
+    """
     return target.sum(dim=1).mean() * math.log(target.shape[1])
 
 

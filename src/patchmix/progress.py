@@ -1,17 +1,27 @@
-"""One progress bar for everything that takes long."""
+"""One progress bar for everything that takes long, and how much a command prints."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+OUTPUT = "PATCHMIX_OUTPUT"  # environment variable: quiet or verbose
 _QUIET_SECONDS = 1.0  # what takes less needs no line
+
+
+def is_quiet() -> bool:
+    return os.environ.get(OUTPUT) == "quiet"
+
+
+def is_verbose() -> bool:
+    return os.environ.get(OUTPUT) == "verbose"
 
 
 @contextmanager
 def progress_bar(what: str, total: int, wanted: bool = True, unit: str = "images") -> Iterator[Callable[[int], None]]:
     """A bar on stderr at a terminal, else one line if it takes long. Yields what to call with the number done."""
-    if not wanted:
+    if not wanted or is_quiet():
         yield lambda count: None
     elif sys.stderr.isatty():
         from rich.console import Console

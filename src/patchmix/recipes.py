@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from patchmix.config import (
     Config,
@@ -200,9 +201,9 @@ class PaperRow:
     images: int
     model: str
     epochs: int
-    knn: float
-    linear: float
-    finetune: float
+    knn: float = 0.0
+    linear: float = 0.0
+    finetune: float = 0.0
 
     @property
     def accuracies(self) -> dict[str, float]:
@@ -225,6 +226,68 @@ PAPER_ROWS = (
     PaperRow("cifar100", 50_000, "vit_small_patch2_32", 1600, 74.6, 78.9, 86.1),
     PaperRow("cifar100", 50_000, "vit_base_patch2_32", 800, 75.7, 79.7, 86.0),
 )
+
+
+# 10⁹ FLOPs of training per image, forward and backward over all views, with attention. A test computes them anew; here
+# they are stored, because computing them takes torch and seconds.
+GFLOPS = {
+    "paper": {
+        "vit_small_patch16_224": 77.4113,
+        "vit_base_patch16_224": 294.6612,
+        "vit_tiny_patch2_32": 28.2525,
+        "vit_small_patch2_32": 101.875,
+        "vit_base_patch2_32": 386.2682,
+    },
+    "official": {
+        "vit_small_patch16_224": 151.933,
+        "vit_base_patch16_224": 582.4438,
+        "vit_tiny_patch2_32": 28.2525,
+        "vit_small_patch2_32": 101.875,
+        "vit_base_patch2_32": 386.2682,
+    },
+    "fast": {"vit_tiny_patch8_32": 0.1351},
+    "demo": {"vit_tiny_patch8_32": 0.1351},
+}
+
+
+def recipe_rows(name: str) -> list[dict[str, Any]]:
+    """The trainings of a recipe: the rows of the paper's tables, or its own default."""
+    config = RECIPES[name]()
+    own = PaperRow(config.data.path, 10_000 if name == "demo" else 50_000, config.model.name, int(config.train.epochs))
+    rows = []
+    for row in PAPER_ROWS if name in ("paper", "official") else (own,):
+        gflops = GFLOPS[name][row.model]
+        exaflops = gflops * row.images * row.epochs / 1e9
+        accuracies = row.accuracies if name == "paper" else {}
+        known: dict[str, Any] = {"recipe": name, "data": row.data, "model": row.model, "epochs": row.epochs}
+        rows.append({**known, "gflops_per_image": gflops, "exaflops": exaflops, **accuracies})
+    return rows
+
+
+def recipes(settings: object) -> list[dict[str, Any]]:
+    """Prints every recipe with its trainings, their cost and the paper's accuracies."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, printed = Console(), []
+    for name, recipe in RECIPES.items():
+        summary = " ".join((recipe.__doc__ or "").split("\n\n")[0].split())
+        console.print(f"[bold]{name}[/bold]: {summary}", soft_wrap=True)
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for column in ("data", "model", "epochs", "GF/image", "EFLOPs", "kNN", "linear", "tune"):
+            table.add_column(column, justify="left" if column in ("data", "model") else "right", no_wrap=True)
+        for row in recipe_rows(name):
+            costs = [f"{row['gflops_per_image']:.4g}", f"{row['exaflops']:.3g}"]
+            paper = [f"{row[key]:.1f}" for key in ("knn", "linear", "finetune") if key in row]
+            table.add_row(row["data"], row["model"], str(row["epochs"]), *costs, *paper)
+            printed.append(row)
+        console.print(table)
+    console.print(
+        "GF: 10⁹ FLOPs of training per image, forward and backward over all views, with attention; EFLOPs: 10¹⁸, of "
+        "the whole training. kNN, linear and tune (fine-tuning): accuracies in % that the paper reports.",
+        soft_wrap=True,
+    )
+    return printed
 
 
 def _size_of(model: str) -> str:

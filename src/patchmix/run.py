@@ -29,7 +29,7 @@ from patchmix.methods.method import Method
 from patchmix.settings import Adapt, Finetune, Knn, Linear, Pretrain
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
-from patchmix.train.log import BadSamples, RunLog
+from patchmix.train.log import TRACKERS, BadSamples, RunLog
 from patchmix.train.loop import train
 from patchmix.train.watch import NonFiniteLoss
 
@@ -120,8 +120,8 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
         checkpoints = Checkpoints(out / "checkpoints", keep=config.runtime.keep_checkpoints)
         log = RunLog(out if main else None, step=int(state["step"]) if state else 0)
         try:
-            if config.runtime.wandb:
-                log.use_wandb(config.runtime.wandb, to_dict(config))
+            projects = {name: getattr(config.runtime, name) for name in TRACKERS}
+            log.track({name: project for name, project in projects.items() if project}, to_dict(config))
             log.say(_introduction(config, source, architecture, encoder, str(device)))
             normal = "a loss is normal between its floor and its chance level; both are in metrics.jsonl"
             log.say(normal if state is None else f"continuing at step {state['step']}")

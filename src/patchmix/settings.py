@@ -16,7 +16,6 @@ Weights = Annotated[Positional[str], arg(metavar="WEIGHTS")]
 Data = Annotated[Positional[str], arg(metavar="DATA")]
 Runs = Annotated[Positional[tuple[str, ...]], arg(metavar="RUN")]
 RunSettings = OmitArgPrefixes[Annotated[Config[Options], arg(name="")]]
-Json = Annotated[bool, arg(name="json")]
 Split = Annotated[Literal["train", "test"] | None, arg(metavar="{train,test}")]
 Device = str
 Workers = Annotated[int, Ge(0)]
@@ -314,8 +313,25 @@ class Export:
     weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     out: Path  # A file, or a folder for huggingface.
     format: Literal["timm", "torchvision", "huggingface", "onnx"] = "timm"  # Format to write.
+    license: str | None = (
+        None  # License of the weights for the model card, such as cc-by-4.0; by default none is named.
+    )
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
     overwrite: bool = False  # Replace an existing file.
+
+
+@dataclass(frozen=True)
+class Push:
+    """Upload an encoder with a model card to the Hugging Face Hub; without --send only show what would be sent."""
+
+    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
+    repo: Annotated[Positional[str], arg(metavar="USER/NAME")]  # Repository on the Hub; made if it does not exist.
+    send: bool = False  # Upload; otherwise nothing leaves this machine.
+    private: bool = False  # Make a new repository private.
+    license: str | None = (
+        None  # License of the weights for the model card, such as cc-by-4.0; by default none is named.
+    )
+    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
 
 
 # ------------------------------------------------------------------------------------------------ figures and report
@@ -457,7 +473,6 @@ class Bench(Generic[Options]):
     recipe: str = "paper"  # Recipe: paper, official or demo.
     config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
     steps: Count = 5  # Steps to measure, after one warm-up step.
-    as_json: Json = False  # Print JSON instead of a table.
     run: RunSettings[Options] = field(default_factory=Config)
 
 
@@ -468,4 +483,3 @@ class Doctor:
     folder: Annotated[Positional[Path | None], arg(name="run", metavar="RUN")] = None
     """The run to examine, finished or not; by default the machine."""
     runs: Path = Path("runs")  # Folder for runs.
-    as_json: Json = False  # Print JSON instead of a table.

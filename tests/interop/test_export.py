@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from patchmix.interop.backbone import Architecture, Backbone
-from patchmix.interop.exporting import FORMATS, export, export_weights
+from patchmix.interop.exporting import FORMATS, export
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
+from patchmix.report.share import export_weights
 from patchmix.settings import Export
 
 NAMES = {"timm": "model.safetensors", "torchvision": "tv.safetensors", "huggingface": "folder", "onnx": "model.onnx"}
@@ -218,7 +219,7 @@ def test_export_prints_what_it_wrote_and_how_to_open_it(
     run, out = tmp_path / "run", tmp_path / "folder"
     backbone.save(run / "encoder.safetensors")
     exported = export_weights(Export(str(run), out, format="huggingface"))
-    wrote = [f"wrote {out / name}" for name in ("config.json", "model.safetensors")]
+    wrote = [f"wrote {out / name}" for name in ("config.json", "model.safetensors", "README.md")]
     assert capsys.readouterr().out.splitlines() == [*wrote, "", *exported.usage.splitlines()]
     with pytest.raises(ValueError, match="exists and differs"):
         export_weights(Export("random:vit_tiny_patch4_16", out, format="huggingface"))

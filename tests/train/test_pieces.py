@@ -21,7 +21,7 @@ from patchmix.methods.options import IBOTOptions
 from patchmix.nn.vit import create_encoder
 from patchmix.schedules import WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
-from patchmix.train.log import RunLog, forget_after, read_metrics
+from patchmix.train.log import TRACKERS, RunLog, forget_after, read_metrics
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
 from patchmix.train.watch import name_dead_workers
 
@@ -239,17 +239,18 @@ def test_wandb_is_sent_everything_when_asked(tmp_path: Path, monkeypatch: pytest
     fake.init = lambda **arguments: Session()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     log = RunLog(tmp_path)
-    log.use_wandb("project", {"a": 1})
+    log.track({"wandb": "project"}, {"a": 1})
     log.record("train", 3, {"loss": 1.5})
     log.close()
     assert sent == [({"train/loss": 1.5}, 3), ({}, -1)]
 
 
-def test_without_wandb_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
+@pytest.mark.parametrize("name", TRACKERS)
+def test_without_a_tracker_the_remedy_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
     log = RunLog(tmp_path)
-    with pytest.raises(ValueError, match=r"pip install 'patchmix-ssl\[wandb\]'"):
-        log.use_wandb("project", {})
+    with pytest.raises(ValueError, match=rf"pip install 'patchmix-ssl\[{name}\]'"):
+        log.track({name: "project"}, {})
     log.close()
 
 

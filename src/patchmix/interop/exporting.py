@@ -17,8 +17,6 @@ from torch import Tensor
 from patchmix.files import replacing
 from patchmix.interop.backbone import Architecture, Backbone, save_weights
 from patchmix.interop.layouts import ENCODER_TENSOR, TO_TORCHVISION, rename
-from patchmix.interop.loading import load_backbone
-from patchmix.settings import Export
 
 TOLERANCE = 1e-4  # of ONNX's features against torch's
 
@@ -29,14 +27,6 @@ class Exported:
 
     files: list[Path]
     usage: str
-
-
-def export_weights(settings: Export) -> Exported:
-    """Writes an encoder for another program, and prints the code that opens it there."""
-    backbone = load_backbone(settings.weights, encoder=settings.encoder)
-    exported = export(backbone, settings.out, settings.format, overwrite=settings.overwrite)
-    print("\n".join([*(f"wrote {path}" for path in exported.files), "", exported.usage]))
-    return exported
 
 
 def export(backbone: Backbone, out: Path, format: str, *, overwrite: bool = False) -> Exported:

@@ -23,11 +23,16 @@ from patchmix.nn.vit import create_encoder
 def load_backbone(source: str | Path, *, encoder: Which | None = None, heads: int | None = None) -> Backbone:
     """The encoder that `source` names.
 
-    source: a run's folder (its encoder.safetensors; while the run goes on, or for encoder="momentum", its newest
-        checkpoint), a folder or file made by import or export, a checkpoint of another project (imported on the fly,
-        see `import_checkpoint`, also for `encoder` and `heads`), or one of these names: `timm:NAME` and
-        `timm:NAME.TAG` are timm's pretrained weights, `hf://user/name` a repository of the Hugging Face Hub in timm's
-        layout (both fetched on first use, safetensors only), `random:NAME` a network with random weights.
+    `source` is a run's folder (its encoder.safetensors; while the run goes on, or for encoder="momentum", its newest
+    checkpoint), a folder or file made by import or export, a checkpoint of another project (imported on the fly,
+    see `import_checkpoint`, also for `encoder` and `heads`), or one of these names: `timm:NAME` and `timm:NAME.TAG` are
+    timm's pretrained weights, `hf://user/name` a repository of the Hugging Face Hub in timm's layout (both fetched on
+    first use, safetensors only), `random:NAME` a network with random weights.
+
+    Examples:
+        >>> import torch
+        >>> load_backbone("random:vit_tiny_patch16_224").embed(torch.rand(2, 3, 224, 224)).shape
+        torch.Size([2, 192])
     """
     if encoder not in (None, "base", "momentum"):
         raise ValueError(f"encoder {encoder!r} is unknown; it must be base or momentum")

@@ -19,7 +19,12 @@ PAIR_MIXES: dict[str, type[Mixup | CutMix | ResizeMix]] = {"resizemix": ResizeMi
 def create_mix(
     name: str, *, patch_size: int, num_mix: int | Sequence[int] = 3, generator: torch.Generator | None = None
 ) -> Mix:
-    """A mix by its name. `patch_size` is for PatchMix and RegionSwap, `num_mix` for PatchMix; the others mix two."""
+    """A mix by its name. `patch_size` is for PatchMix and RegionSwap, `num_mix` for PatchMix; the others mix two.
+
+    Examples:
+        >>> create_mix("cutmix", patch_size=16)(torch.rand(4, 3, 32, 32)).share.sum(dim=1)
+        tensor([1., 1., 1., 1.])
+    """
     if name not in MIXES:
         raise ValueError(f"mix is {name!r}; it must be one of {', '.join(MIXES)}")
     if name == "patchmix":

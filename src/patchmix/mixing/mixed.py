@@ -31,6 +31,12 @@ def overlap(a: Tensor, b: Tensor) -> Tensor:
 
     For PatchMix with M ≤ N this is the paper's weight ω = 1 − |d|/M (Eqs. 11 and 12), wrapped around the
     batch where N < 2M − 1. a, b: (N, K) shares whose rows sum to 1; returns (N, N).
+
+    Examples:
+        >>> share = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0]])
+        >>> overlap(share, share)
+        tensor([[1.0000, 0.5000],
+                [0.5000, 1.0000]])
     """
     # Σ min(a, b) = ½ Σ (a + b − |a − b|): an L1 distance, without an N × N × K intermediate.
     with torch.autocast(a.device.type, enabled=False):

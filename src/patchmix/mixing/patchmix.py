@@ -19,9 +19,10 @@ class PatchMix(Mix):
     from exactly one original (Eqs. 2-7). The T − M·S left-over patches stay with their own image, while the
     shares stay 1/M. Of several values of `num_mix` a call draws one, unless it gets one itself.
 
-    >>> mixed = PatchMix(patch_size=16, num_mix=3)(torch.randn(8, 3, 224, 224))
-    >>> mixed.images.shape, mixed.share.shape
-    (torch.Size([8, 3, 224, 224]), torch.Size([8, 8]))
+    Examples:
+        >>> mixed = PatchMix(patch_size=16, num_mix=3)(torch.randn(8, 3, 224, 224))
+        >>> mixed.images.shape, mixed.share.shape
+        (torch.Size([8, 3, 224, 224]), torch.Size([8, 8]))
     """
 
     def __init__(

@@ -5,14 +5,13 @@ round gives one ratio, and the median of the ratios is reported with the lowest 
 """
 
 import itertools
-import json
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +69,11 @@ class Speed:
     compiling_seconds: float | None = None  # by which the first step took longer than the others
 
 
-def bench(settings: Bench[Any]) -> None:
+def bench(settings: Bench[Any]) -> Speed:
     """Prints how fast the run's configuration trains here."""
     speed = measure_speed(settings.run, settings.steps)
-    if settings.as_json:
-        print(json.dumps(asdict(speed), indent=1))
-    else:
-        print_speed(speed, f"{settings.run.method.name}, {settings.run.model.name}")
+    print_speed(speed, f"{settings.run.method.name}, {settings.run.model.name}")
+    return speed
 
 
 def measure_speed(config: Config, steps: int) -> Speed:

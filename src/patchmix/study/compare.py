@@ -1,4 +1,4 @@
-"""The results of runs side by side, and the recipes, with what the paper reports for the same training."""
+"""The results of runs side by side, with what the paper reports for the same training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,7 @@ from rich.table import Table
 from patchmix.config import Config, differences, read_config
 from patchmix.evaluate.results import FILE, Result, read_results
 from patchmix.recipes import PAPER_ROWS, RECIPES, PaperRow
-from patchmix.settings import Compare, Recipes
-from patchmix.study.flops import config_flops
+from patchmix.settings import Compare
 
 PROTOCOLS = {
     "knn": "kNN",
@@ -128,26 +127,3 @@ def _cell(row: Row, protocol: str) -> str:
     if protocol in paper:
         lines.append(f"paper {paper[protocol]:.1f}")
     return "\n".join(lines)
-
-
-def recipes(settings: Recipes, console: Console | None = None) -> None:
-    """Prints every recipe × row of the paper, with its cost and the paper's accuracy."""
-    console = console or Console()
-    for name, recipe in RECIPES.items():
-        summary = " ".join((recipe.__doc__ or "").split("\n\n")[0].split())
-        console.print(f"[bold]{name}[/bold]: {summary}", soft_wrap=True)
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for column in ("data", "model", "epochs", "GF/image", "EFLOPs", "kNN", "linear", "tune"):
-            table.add_column(column, justify="left" if column in ("data", "model") else "right", no_wrap=True)
-        rows = PAPER_ROWS if name != "demo" else (PaperRow("shapes", 10_000, recipe().model.name, 12, 0, 0, 0),)
-        for row in rows:
-            flops = config_flops(recipe(row.model, epochs=float(row.epochs))) or 0
-            costs = [f"{flops / 1e9:.1f}", f"{flops * row.images * row.epochs / 1e18:.3g}"]
-            paper = [f"{value:.1f}" for value in (row.knn, row.linear, row.finetune)] if name == "paper" else []
-            table.add_row(row.data, row.model, str(row.epochs), *costs, *paper)
-        console.print(table)
-    console.print(
-        "GF: 10⁹ FLOPs of training per image, forward and backward over all views, with attention; EFLOPs: 10¹⁸, of "
-        "the whole training. kNN, linear and tune (fine-tuning): accuracies in % that the paper reports.",
-        soft_wrap=True,
-    )

@@ -3,14 +3,13 @@
 import ctypes
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +31,7 @@ from patchmix.train.log import read_metrics
 
 SIGNS = {"ok": "[green]✓[/]", "could be better": "[yellow]![/]", "missing": "[red]✗[/]", "bad": "[red]✗[/]"}
 VERSIONS = ("patchmix-ssl", "torch", "torchvision", "timm", "numpy", "opencv-python-headless", "pillow")
-EXTRAS = {"wandb": "wandb", "onnx": "onnx"}  # module: extra
+EXTRAS = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "onnx": "onnx"}  # module: extra
 LEAST_FREE_GB = 5.0
 Verdict = Literal["ok", "could be better", "missing", "bad"]
 Rows = Sequence[dict[str, Any]]  # of metrics.jsonl
@@ -52,10 +51,11 @@ def check(fine: bool, what: str, found: str, remedy: str, *, otherwise: Verdict 
     return Finding(what, found) if fine else Finding(what, found, remedy, otherwise)
 
 
-def doctor(settings: Doctor) -> None:
+def doctor(settings: Doctor) -> list[Finding]:
     """Prints what a run's speed or success may depend on, or how one run goes."""
     findings = examine(settings.runs) if settings.folder is None else examine_run(settings.folder)
-    print_findings(findings, as_json=settings.as_json)
+    print_findings(findings)
+    return findings
 
 
 def examine(runs: Path) -> list[Finding]:
@@ -63,10 +63,7 @@ def examine(runs: Path) -> list[Finding]:
     return [finding for part in parts for finding in part]
 
 
-def print_findings(findings: list[Finding], *, as_json: bool = False, console: Console | None = None) -> None:
-    if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1, ensure_ascii=False))
-        return
+def print_findings(findings: list[Finding], console: Console | None = None) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
         remedy = f"\n[dim]{escape(finding.remedy)}[/]" if finding.remedy else ""

@@ -1,20 +1,84 @@
-"""Where numbers go while a run trains: metrics.jsonl, TensorBoard, wandb, and a bar or plain lines on the console."""
+"""Where numbers go while a run trains: metrics.jsonl, TensorBoard, trackers, and a bar or lines on the console."""
 
+import importlib
 import json
 import math
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from patchmix.files import write_text
+from patchmix.progress import is_quiet, is_verbose
 
 SECONDS_BETWEEN_LINES = 10.0  # on a console that is not a terminal
+
+
+class Tracker(Protocol):
+    """A service that keeps the numbers of runs. Its library is imported when a run asks for it."""
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None: ...
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Wandb:
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+        self._run = _import("wandb").init(project=project, dir=str(folder), config=dict(config), resume="allow")
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+        self._trackio = _import("trackio")
+        self._trackio.init(project=project, name=folder.name, config=dict(config), resume="allow", embed=False)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._trackio.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        self._trackio.finish()
+
+
+class Mlflow:
+    """Experiments go where MLFLOW_TRACKING_URI says. Settings are parameters, with dots between section and name."""
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+        self._mlflow = _import("mlflow")
+        self._mlflow.set_experiment(project)
+        self._mlflow.start_run(run_name=folder.name)
+        self._mlflow.log_params(
+            {f"{section}.{key}": value for section, values in config.items() if isinstance(values, Mapping)
+             for key, value in values.items()}
+        )  # fmt: skip
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._mlflow.log_metrics({key: value for key, value in values.items() if math.isfinite(value)}, step=step)
+
+    def finish(self) -> None:
+        self._mlflow.end_run()
+
+
+TRACKERS: dict[str, type[Tracker]] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{name} is not installed; pip install 'patchmix-ssl[{name}]' or leave --{name} out"
+        ) from error
 
 
 class RunLog:
@@ -34,18 +98,13 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is used
 
         self._board = SummaryWriter(str(folder), purge_step=step + 1)
-        self._wandb: Any = None
+        self._trackers: list[Tracker] = []
 
-    def use_wandb(self, project: str, config: Mapping[str, Any]) -> None:
-        if self.folder is None:
-            return
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                "wandb is not installed; pip install 'patchmix-ssl[wandb]' or leave --wandb out"
-            ) from error
-        self._wandb = wandb.init(project=project, dir=str(self.folder), config=dict(config), resume="allow")
+    def track(self, trackers: Mapping[str, str], config: Mapping[str, Any]) -> None:
+        """From now on, `record` also logs to these trackers: {"wandb": project, …}."""
+        if self.folder is not None:
+            for name, project in trackers.items():
+                self._trackers.append(TRACKERS[name](project, self.folder, config))
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Appends a line to metrics.jsonl; `kind` is train, monitor or event."""
@@ -61,18 +120,20 @@ class RunLog:
             ) from error
         for key, value in values.items():
             self._board.add_scalar(f"{kind}/{key}", value, step)
-        if self._wandb is not None:
-            self._wandb.log({f"{kind}/{key}": value for key, value in values.items()}, step=step)
+        for tracker in self._trackers:
+            tracker.log({f"{kind}/{key}": value for key, value in values.items()}, step)
 
     def say(self, line: str, style: str | None = None) -> None:
-        """A line for people, above the bar."""
+        """A line for people, above the bar; with --quiet only warnings, which have a style."""
+        if is_quiet() and style is None:
+            return
         self.console.print(Text(line, style=style or ""), soft_wrap=True)
 
     def show_progress(self, fraction: float, line: str, *, final: bool = False) -> None:
         """Moves the bar on a terminal; elsewhere prints the line now and then."""
-        if self.folder is None:
+        if self.folder is None or is_quiet():
             return
-        if self.console.is_terminal:
+        if self.console.is_terminal and not is_verbose():
             if self._progress is None:
                 self._progress = Progress(
                     BarColumn(bar_width=24),
@@ -85,7 +146,7 @@ class RunLog:
                 self._task = self._progress.add_task("", total=1.0)
                 self._progress.start()
             self._progress.update(self._task, completed=fraction, description=line)
-        elif final or time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+        elif final or is_verbose() or time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             self.say(f"{100 * fraction:5.1f} %  {line}")
 
@@ -97,8 +158,8 @@ class RunLog:
                 self._file.close()
             with suppress(OSError):
                 self._board.close()
-            if self._wandb is not None:
-                self._wandb.finish()
+            for tracker in self._trackers:
+                tracker.finish()
 
 
 class BadSamples:

@@ -1,0 +1,162 @@
+"""Weights for others: `patchmix export`, the model card, and `patchmix push` to the Hugging Face Hub."""
+
+import contextlib
+import io
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from patchmix.evaluate.results import protocol_name, read_results
+from patchmix.files import replacing
+from patchmix.interop.backbone import Backbone
+from patchmix.interop.exporting import Exported, export
+from patchmix.interop.loading import load_backbone
+from patchmix.report.curves import read_history
+from patchmix.settings import Export, Push
+
+CARD = """\
+---
+library_name: timm
+pipeline_tag: image-feature-extraction
+tags: [timm, transformers, self-supervised, patchmix]
+{license}---
+# {name}
+
+A Vision Transformer, {how}. It has no classifier: it turns an image into a feature vector of {dim} numbers.
+
+{facts}
+
+## Evaluation
+
+{results}
+
+## Use
+
+With timm; for a folder on disk write `local-dir:PATH`:
+
+```python
+model = timm.create_model("hf-hub:{repo}", pretrained=True)
+```
+
+With transformers; the class token is the first one:
+
+```python
+model = transformers.AutoModel.from_pretrained("{repo}")
+features = model(pixel_values=images).last_hidden_state[:, 0]
+```
+
+With patchmix, which also resizes and normalizes:
+
+```python
+features = patchmix.load("hf://{repo}").embed(["photo.jpg"])
+```
+
+Images have {size} × {size} px and are normalized: RGB / 255, minus {mean}, over {std}.
+
+## Limits
+
+The encoder has learned what its training images show, with their biases. Evaluate it on your own data before you rely
+on it.
+"""
+FACTS = {"data": "trained on", "images": "training images", "recipe": "recipe", "method": "method"}
+FACTS |= {"epochs": "epochs", "step": "optimizer steps", "seed": "seed"}
+
+
+def export_weights(settings: Export) -> Exported:
+    """Writes an encoder for another program, with a model card for the Hub; prints the code that opens it."""
+    backbone = load_backbone(settings.weights, encoder=settings.encoder)
+    exported = export(backbone, settings.out, settings.format, overwrite=settings.overwrite)
+    if settings.format == "huggingface":
+        path, name = settings.out / "README.md", settings.out.resolve().name
+        with replacing(path, overwrite=True) as temporary:
+            temporary.write_text(model_card(backbone, settings.weights, f"USER/{name}", settings.license), "utf-8")
+        exported.files.append(path)
+    print("\n".join([*(f"wrote {path}" for path in exported.files), "", exported.usage]))
+    return exported
+
+
+def push(settings: Push) -> dict[str, Any]:
+    """Uploads what `export --format huggingface` writes; without `send` it only prints what it would upload."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", settings.repo):
+        raise ValueError(f"{settings.repo!r} is no repository of the Hub; write it as user/name")
+    backbone = load_backbone(settings.weights, encoder=settings.encoder)
+    card = model_card(backbone, settings.weights, settings.repo, settings.license)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        export(backbone, out, "huggingface")
+        (out / "README.md").write_text(card, "utf-8")
+        files = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
+        listed = "\n".join(f"  {name:<20} {size / 1e6:8.2f} MB" for name, size in files.items())
+        print(f"for {settings.repo}:\n{listed}\n\n{card}")
+        url = _upload(out, settings) if settings.send else None
+    print(f"uploaded: {url}" if url else "nothing was sent; upload it with --send")
+    return {"repo": settings.repo, "files": files, "card": card, "url": url}
+
+
+def _upload(folder: Path, settings: Push) -> str:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = huggingface_hub.HfApi()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            api.create_repo(settings.repo, private=settings.private, exist_ok=True)
+            commit = api.upload_folder(repo_id=settings.repo, folder_path=folder, commit_message="Upload with patchmix")
+    except Exception as error:  # the library has a type of its own for each cause, and passes on those of its client
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            remedy = "log in with `hf auth login`, and check that you may write there"
+        else:
+            remedy = "check the connection, then repeat the command"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"can't upload to {settings.repo} ({reason}); {remedy}") from error
+    return str(commit.commit_url)
+
+
+def model_card(backbone: Backbone, weights: str, repo: str, license: str | None = None) -> str:
+    """The README.md of a repository on the Hub; `weights` is a run's folder, if cost and results are to be listed."""
+    shape, origin = backbone.architecture, backbone.origin
+    millions = sum(tensor.numel() for tensor in backbone.weights.values()) / 1e6
+    size = f"patches of {shape.patch_size} px, width {shape.dim}, {shape.depth} blocks, {shape.heads} heads"
+    rows = {"architecture": f"{shape.name}, {millions:.1f} M parameters: {size}"}
+    rows |= {name: f"{origin[key]:,}" if key in ("images", "step") else origin[key] for key, name in FACTS.items()
+             if key in origin}  # fmt: skip
+    rows |= _cost(Path(weights), int(origin.get("step", 0)))
+    rows |= {"license of the weights": license or "not stated", "SHA-256 of the weights": backbone.digest()[:16]}
+    return CARD.format(
+        license=f"license: {license}\n" if license else "",
+        name=repo.split("/")[1],
+        repo=repo,
+        how=f"pre-trained without labels by {origin['method']}" if "method" in origin else "converted by patchmix",
+        dim=shape.dim,
+        facts="\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]),
+        results=_evaluations(Path(weights), backbone.digest()),
+        size=shape.image_size,
+        mean=tuple(round(value, 3) for value in backbone.mean),
+        std=tuple(round(value, 3) for value in backbone.std),
+    )
+
+
+def _cost(run: Path, steps: int) -> dict[str, str]:
+    """FLOPs and time of a training; nothing where they are not known."""
+    history = read_history(run)
+    seconds, costs = history.last("seconds"), {}
+    if history.flops_per_image and history.batch_size and steps:
+        costs["training FLOPs"] = f"{steps * history.batch_size * history.flops_per_image:.2g}"
+    if seconds is not None:
+        costs["training time"] = f"{seconds / 3600:.2g} hours"
+    return costs
+
+
+def _evaluations(run: Path, digest: str) -> str:
+    """The latest result of these weights by each protocol on each data set."""
+    found = [result for result in read_results(run) if digest.startswith(result.weights) and "top1" in result.metrics]
+    latest = {(result.protocol, result.data): result for result in found}.values()
+    if not latest:
+        return "Not evaluated yet."
+    lines = ["| protocol | data | test images | top-1 in % | 95 % interval |", "|---|---|---|---|---|"]
+    for result in latest:
+        name, data = protocol_name(result.protocol), Path(result.data).name
+        scores = f"{result.headline} | {result.headline_interval}"
+        lines.append(f"| {name} | {data} | {result.images:,} | {scores} |")
+    return "\n".join(lines)

@@ -1,0 +1,157 @@
+"""The folder for the Hugging Face Hub: its card, timm and transformers that open it, and the upload to a fake Hub."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchmix.cli import main
+from patchmix.evaluate.results import read_results
+from patchmix.interop.exporting import export
+from patchmix.interop.loading import load_backbone
+
+
+def test_the_card_has_cost_and_results(own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["knn", str(own_run), "--data", "shapes:80", "--device", "cpu", "--k", "5"])
+    main(["export", str(own_run), "--out", str(tmp_path / "hub"), "--format", "huggingface", "--license", "cc0-1.0"])
+    card = (tmp_path / "hub" / "README.md").read_text()
+    header, _, text = card.removeprefix("---\n").partition("---\n")
+    assert "license: cc0-1.0\n" in header and "library_name: timm" in header
+    result = read_results(own_run)[-1]
+    assert f"| {result.headline} | {result.headline_interval} |" in text
+    for fact in ("| trained on | shapes-train |", "| training images | 64 |", "| optimizer steps | 4 |"):
+        assert fact in text
+    flops = float(re.findall(r"\| training FLOPs \| (\S+) \|", text)[0])
+    assert 4 * 32 * 1e6 < flops < 4 * 32 * 1e8  # 4 steps of 32 images
+    assert load_backbone(tmp_path / "hub").digest().startswith(re.findall(r"\| SHA-256 .* \| (\w+) \|", text)[0])
+
+
+def test_transformers_opens_the_folder(trained_run: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: make test-extras")
+    backbone = load_backbone(trained_run)
+    export(backbone, tmp_path / "hub", "huggingface")
+    model = transformers.AutoModel.from_pretrained(tmp_path / "hub").eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        tokens = model(pixel_values=images).last_hidden_state
+        torch.testing.assert_close(tokens[:, 0], backbone.encoder()(images), atol=1e-5, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------- fake hub
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """What the upload needs of the Hub's HTTP interface; every file is accepted as a regular one."""
+
+    def do_GET(self) -> None:
+        self.answer({})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub = self.server
+        assert isinstance(hub, Hub)
+        hub.paths.append(self.path)
+        if hub.status != 200:
+            self.answer({"error": "Invalid username or password."}, hub.status)
+        elif self.path == "/api/repos/create":
+            hub.created = json.loads(body)
+            self.answer({"url": f"{hub.url}/me/vit"})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            kinds = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in files]
+            self.answer({"files": kinds})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self.answer({"commitUrl": f"{hub.url}/me/vit/commit/0123", "commitOid": "0123", "success": True})
+        else:
+            self.answer({})
+
+    def answer(self, content: object, status: int = 200) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Hub(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHub)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.status = 200
+        self.created: dict[str, object] = {}
+        self.files: dict[str, bytes] = {}
+        self.paths: list[str] = []
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def push(run: Path, endpoint: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: huggingface_hub reads its environment once, when it is imported."""
+    environment = {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    environment |= {name: value for name, value in __import__("os").environ.items() if not name.startswith("HF_")}
+    command = [sys.executable, "-m", "patchmix", "push", str(run), "me/vit", *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_push_sends_the_folder(own_run: Path, hub: Hub, tmp_path: Path) -> None:
+    sent = push(own_run, hub.url, "--send", "--json", "--private")
+    assert sent.returncode == 0, sent.stderr
+    result = json.loads(sent.stdout)
+    assert result["url"] == f"{hub.url}/me/vit/commit/0123"
+    assert hub.created["name"] == "vit" and hub.created["organization"] == "me"
+    assert hub.created.get("visibility") == "private" or hub.created.get("private") is True
+    assert {"config.json", "model.safetensors", "README.md"} <= set(hub.files)
+    for name, content in hub.files.items():
+        (tmp_path / name).write_bytes(content)
+    assert load_backbone(tmp_path).digest() == load_backbone(own_run).digest()
+    assert "patchmix.load" in hub.files["README.md"].decode()
+
+
+def test_push_sends_nothing_unless_asked(own_run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["push", str(own_run), "me/vit"])
+    out = capsys.readouterr().out
+    assert "model.safetensors" in out and "nothing was sent" in out
+    assert hub.paths == []
+
+
+def test_push_says_in_one_line_why_it_failed(own_run: Path, hub: Hub) -> None:
+    hub.status = 401
+    refused = push(own_run, hub.url, "--send", "--quiet")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "hf auth login" in refused.stderr
+    hub.status = 200
+    hub.shutdown()
+    hub.server_close()
+    lost = push(own_run, hub.url, "--send", "--quiet")
+    assert lost.returncode == 2 and "check the connection" in lost.stderr.splitlines()[-1]
+
+
+def test_push_needs_a_name_of_two_parts(own_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["push", str(own_run), "vit"])
+    assert "write it as user/name" in capsys.readouterr().err
