@@ -29,7 +29,7 @@ def test_the_card_has_cost_and_results(own_run: Path, tmp_path: Path, capsys: py
     assert "license: cc0-1.0\n" in header and "library_name: timm" in header
     result = read_results(own_run)[-1]
     assert f"| {result.headline} | {result.headline_interval} |" in text
-    for fact in ("| trained on | shapes-train |", "| training images | 64 |", "| optimizer steps | 4 |"):
+    for fact in ("| trained on | shapes (train) |", "| training images | 64 |", "| optimizer steps | 4 |"):
         assert fact in text
     flops = float(re.findall(r"\| training FLOPs \| (\S+) \|", text)[0])
     assert 4 * 32 * 1e6 < flops < 4 * 32 * 1e8  # 4 steps of 32 images
@@ -54,7 +54,8 @@ class FakeHub(BaseHTTPRequestHandler):
     """What the upload needs of the Hub's HTTP interface; every file is accepted as a regular one."""
 
     def do_GET(self) -> None:
-        self.answer({})
+        assert isinstance(self.server, Hub)
+        self.answer({}, self.server.status)
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -51,7 +51,10 @@ class Trackio:
 
 
 class Mlflow:
-    """Experiments go where MLFLOW_TRACKING_URI says. Settings are parameters, with dots between section and name."""
+    """Experiments go where MLFLOW_TRACKING_URI says; settings are parameters.
+
+    Names are `train/oto.chance`: in a store of files, a second slash would make a folder where `train/oto` is a file.
+    """
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
         self._mlflow = _import("mlflow")
@@ -63,7 +66,8 @@ class Mlflow:
         )  # fmt: skip
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics({key: value for key, value in values.items() if math.isfinite(value)}, step=step)
+        named = {f"{key.partition('/')[0]}/{key.partition('/')[2].replace('/', '.')}": values[key] for key in values}
+        self._mlflow.log_metrics({key: value for key, value in named.items() if math.isfinite(value)}, step=step)
 
     def finish(self) -> None:
         self._mlflow.end_run()
