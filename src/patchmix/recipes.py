@@ -241,7 +241,7 @@ GFLOPS = {
     "official": {
         "vit_small_patch16_224": 151.933,
         "vit_base_patch16_224": 582.4438,
-        "vit_tiny_patch2_32": 28.2525,
+        "vit_tiny_patch2_32": 25.1161,
         "vit_small_patch2_32": 101.875,
         "vit_base_patch2_32": 386.2682,
     },
