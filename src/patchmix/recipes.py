@@ -201,9 +201,9 @@ class PaperRow:
     images: int
     model: str
     epochs: int
-    knn: float = 0.0
-    linear: float = 0.0
-    finetune: float = 0.0
+    knn: float
+    linear: float
+    finetune: float
 
     @property
     def accuracies(self) -> dict[str, float]:
@@ -245,22 +245,20 @@ GFLOPS = {
         "vit_small_patch2_32": 101.875,
         "vit_base_patch2_32": 386.2682,
     },
-    "fast": {"vit_tiny_patch8_32": 0.1351},
-    "demo": {"vit_tiny_patch8_32": 0.1351},
 }
 
 
 def recipe_rows(name: str) -> list[dict[str, Any]]:
-    """The trainings of a recipe: the rows of the paper's tables, or its own default."""
-    config = RECIPES[name]()
-    own = PaperRow(config.data.path, 10_000 if name == "demo" else 50_000, config.model.name, int(config.train.epochs))
+    """The trainings of a recipe: the rows of the paper's tables, or the model that it is made for."""
+    if name not in GFLOPS:
+        config = RECIPES[name]()
+        return [{"recipe": name, "data": config.data.path, "model": config.model.name, "epochs": config.train.epochs}]
     rows = []
-    for row in PAPER_ROWS if name in ("paper", "official") else (own,):
+    for row in PAPER_ROWS:
         gflops = GFLOPS[name][row.model]
-        exaflops = gflops * row.images * row.epochs / 1e9
-        accuracies = row.accuracies if name == "paper" else {}
         known: dict[str, Any] = {"recipe": name, "data": row.data, "model": row.model, "epochs": row.epochs}
-        rows.append({**known, "gflops_per_image": gflops, "exaflops": exaflops, **accuracies})
+        cost = {"gflops_per_image": gflops, "exaflops": gflops * row.images * row.epochs / 1e9}
+        rows.append({**known, **cost, **(row.accuracies if name == "paper" else {})})
     return rows
 
 
@@ -277,9 +275,9 @@ def recipes(settings: object) -> list[dict[str, Any]]:
         for column in ("data", "model", "epochs", "GF/image", "EFLOPs", "kNN", "linear", "tune"):
             table.add_column(column, justify="left" if column in ("data", "model") else "right", no_wrap=True)
         for row in recipe_rows(name):
-            costs = [f"{row['gflops_per_image']:.4g}", f"{row['exaflops']:.3g}"]
+            costs = [f"{row[key]:.4g}" for key in ("gflops_per_image", "exaflops") if key in row]
             paper = [f"{row[key]:.1f}" for key in ("knn", "linear", "finetune") if key in row]
-            table.add_row(row["data"], row["model"], str(row["epochs"]), *costs, *paper)
+            table.add_row(row["data"], row["model"], f"{row['epochs']:g}", *costs, *paper)
             printed.append(row)
         console.print(table)
     console.print(
