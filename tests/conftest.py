@@ -15,6 +15,7 @@ torch.set_num_threads(1)  # sums then have one order, and small products are qui
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 GOLDEN = Path(__file__).parent / "assets" / "golden"
 SMALL_RUN: dict[str, Any] = {
+    "stem": "patch",  # which every format of export can describe
     "dim": 24,
     "depth": 4,
     "head_hidden": 16,

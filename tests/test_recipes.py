@@ -142,7 +142,7 @@ def test_switches_for_short_training_are_off_in_the_papers_recipes(name: str) ->
     config = RECIPES[name](T2)
     off = {"region_weight": 0.0, "directions": "paper", "plain_share": 1.0, "mixed_share": 1.0, "mixed_ramp": 0.0}
     off |= {"num_mix_stages": False, "mix_blocks": (1,), "token_dropout": (0.0, 0.0), "image_sizes": ()}
-    off |= {"optim": "adamw", "positions": "learned", "initialization": "mocov3", "monitor_momentum": False}
+    off |= {"optim": "adamw", "positions": None, "stem": "patch", "initialization": "mocov3", "monitor_momentum": False}
     assert {key: flat(config)[key][1] for key in off} == off
 
 

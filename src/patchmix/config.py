@@ -83,7 +83,7 @@ class ModelConfig:
     depth: Count | None = None  # Number of blocks.
     heads: Count | None = None  # Number of attention heads.
     stem: Literal["patch", "conv"] = "patch"
-    """How patches become tokens: by one projection, or by a few 3 × 3 convolutions, which learns faster."""
+    """One projection per patch, or convolutions, which learn faster; timm and ONNX alone can take them over."""
     drop_path: Share = 0.1  # Stochastic depth of the base encoder.
     initialization: Literal["mocov3", "timm", "mimetic"] = "mocov3"
     """Initialization of the weights; mimetic is mocov3 with attention that starts like a trained one."""

@@ -96,7 +96,7 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
     patchmix pretrain cifar10 --out runs/fast --recipe fast --budget 60min
     """
     epochs = 20.0 if epochs is None else epochs
-    encoder = ModelConfig(name=model, drop_path=0.0, positions="sincos")
+    encoder = ModelConfig(name=model, stem="conv", drop_path=0.0, positions="sincos")
     if model == "vit_tiny_patch8_32":
         encoder = dataclasses.replace(encoder, dim=128, depth=4, heads=4)
     return Config(
@@ -117,8 +117,10 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
                 head_out=128,
             ),
         ),
-        optim=OptimConfig(base_lr=2e-3, warmup_epochs=epochs / 10, weight_decay=0.05, weight_decay_end=0.05),
-        train=TrainConfig(batch_size=64, epochs=epochs),
+        optim=OptimConfig(
+            "muon", base_lr=4e-3, warmup_epochs=epochs / 10, weight_decay=0.05, weight_decay_end=0.05
+        ),
+        train=TrainConfig(batch_size=128, epochs=epochs),
         runtime=RuntimeConfig(monitor_every=1.0),
     )
 
