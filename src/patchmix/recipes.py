@@ -117,9 +117,7 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
                 head_out=128,
             ),
         ),
-        optim=OptimConfig(
-            "muon", base_lr=4e-3, warmup_epochs=epochs / 10, weight_decay=0.05, weight_decay_end=0.05
-        ),
+        optim=OptimConfig("muon", base_lr=4e-3, warmup_epochs=epochs / 10, weight_decay=0.05, weight_decay_end=0.05),
         train=TrainConfig(batch_size=128, epochs=epochs),
         runtime=RuntimeConfig(monitor_every=1.0),
     )
