@@ -139,7 +139,7 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
                 evaluators=build.build_evaluators(
                     config, method, source, architecture.image_size, device, Neighbors(compared) if compared else None
                 ),
-                warning=lambda step, values: (guard and guard(step, values)) or collapse_warning(values),
+                warning=partial(_warning, guard),
                 on_bad_sample=BadSamples(log, limit=max(1, round(0.01 * len(source)))),
             )
             if main:
@@ -155,6 +155,12 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
 
 
 # ------------------------------------------------------------------------------------------------------- the folder
+
+
+def _warning(guard: Guard | None, step: int, values: dict[str, float]) -> str | None:
+    """What is wrong with the monitor's values, if anything. An untrained network may look collapsed."""
+    said = guard(step, values) if guard else None
+    return said or (collapse_warning(values) if step else None)
 
 
 def _find_checkpoint(config: Config, out: Path, resume: str | Path | None) -> dict[str, Any] | None:

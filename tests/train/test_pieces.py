@@ -20,6 +20,7 @@ from patchmix.files import write_text, writing
 from patchmix.methods.options import IBOTOptions
 from patchmix.nn.vit import create_encoder
 from patchmix.schedules import WarmupCosine
+from patchmix.run import _warning
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import TRACKERS, RunLog, forget_after, read_metrics
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
@@ -217,6 +218,11 @@ def test_effective_rank_is_the_exponential_of_an_entropy() -> None:
     features = torch.diag(torch.tensor([3.0, 1.0]))
     expected = math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
     assert effective_rank(features) == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_untrained_network_is_not_called_collapsed() -> None:
+    assert _warning(None, 0, {"rank": 1.1}) is None
+    assert "rank 1.1" in str(_warning(None, 10, {"rank": 1.1}))
 
 
 def test_collapse_warning() -> None:
