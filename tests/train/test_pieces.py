@@ -19,8 +19,8 @@ from patchmix.evaluate.monitor import collapse_warning, effective_rank, health
 from patchmix.files import write_text, writing
 from patchmix.methods.options import IBOTOptions
 from patchmix.nn.vit import create_encoder
-from patchmix.schedules import WarmupCosine
 from patchmix.run import _warning
+from patchmix.schedules import WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import TRACKERS, RunLog, forget_after, read_metrics
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
