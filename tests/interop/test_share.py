@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -102,8 +100,11 @@ class Hub(ThreadingHTTPServer):
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server = Hub()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -112,18 +113,9 @@ def hub() -> Iterator[Hub]:
     server.server_close()
 
 
-def push(run: Path, endpoint: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: huggingface_hub reads its environment once, when it is imported."""
-    environment = {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    environment |= {name: value for name, value in __import__("os").environ.items() if not name.startswith("HF_")}
-    command = [sys.executable, "-m", "patchmix", "push", str(run), "me/vit", *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
-def test_push_sends_the_folder(own_run: Path, hub: Hub, tmp_path: Path) -> None:
-    sent = push(own_run, hub.url, "--send", "--json", "--private")
-    assert sent.returncode == 0, sent.stderr
-    result = json.loads(sent.stdout)
+def test_push_sends_the_folder(own_run: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["push", str(own_run), "me/vit", "--send", "--json", "--private"])
+    result = json.loads(capsys.readouterr().out)
     assert result["url"] == f"{hub.url}/me/vit/commit/0123"
     assert hub.created["name"] == "vit" and hub.created["organization"] == "me"
     assert hub.created.get("visibility") == "private" or hub.created.get("private") is True
@@ -141,15 +133,22 @@ def test_push_sends_nothing_unless_asked(own_run: Path, hub: Hub, capsys: pytest
     assert hub.paths == []
 
 
-def test_push_says_in_one_line_why_it_failed(own_run: Path, hub: Hub) -> None:
+@pytest.mark.parametrize(("reason", "remedy"), [("refused", "hf auth login"), ("offline", "check the connection")])
+def test_push_says_in_one_line_why_it_failed(
+    own_run: Path,
+    hub: Hub,
+    reason: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     hub.status = 401
-    refused = push(own_run, hub.url, "--send", "--quiet")
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "hf auth login" in refused.stderr
-    hub.status = 200
-    hub.shutdown()
-    hub.server_close()
-    lost = push(own_run, hub.url, "--send", "--quiet")
-    assert lost.returncode == 2 and "check the connection" in lost.stderr.splitlines()[-1]
+    if reason == "offline":
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    with pytest.raises(SystemExit) as stop:
+        main(["push", str(own_run), "me/vit", "--send"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and remedy in error
 
 
 def test_push_needs_a_name_of_two_parts(own_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
