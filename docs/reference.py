@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Interval
 
 from patchmix import config
 from patchmix.cli import VERBS
-from patchmix.methods.options import METHOD_OPTIONS
+from patchmix.methods.options import DISTILLATION, METHOD_OPTIONS
 from patchmix.recipes import paper
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -75,7 +75,7 @@ def render() -> str:
     for name, section in SECTIONS.items():
         parts += [f"### {name}", paragraph(section), table(section, getattr(defaults, name))]
     parts += ["## Method options", "`--method NAME` starts from these defaults. See [methods.md](methods.md)."]
-    for name, options in METHOD_OPTIONS.items():
+    for name, options in (METHOD_OPTIONS | DISTILLATION).items():
         parts += [f"### {name}", paragraph(options), table(options)]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 

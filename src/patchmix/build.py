@@ -21,8 +21,10 @@ from patchmix.device import autocast_dtype, check_compiler
 from patchmix.evaluate.guard import Neighbors
 from patchmix.evaluate.monitor import LIDAR_IMAGES, lidar_monitor, monitor
 from patchmix.interop.backbone import check_weights, fitted
+from patchmix.interop.loading import load_backbone
 from patchmix.methods.byol import BYOL
 from patchmix.methods.dino import DINO
+from patchmix.methods.distill import Distill, Teacher
 from patchmix.methods.ibot import IBOT
 from patchmix.methods.method import Method
 from patchmix.methods.mocov3 import MoCoV3
@@ -102,7 +104,17 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
             check_weights(encoder_weights, encoder.state_dict(), "the weights to start from do not fit the model")
             encoder.load_state_dict(encoder_weights)
         encoder.set_grad_checkpointing(config.runtime.recompute)
+        if config.method.name == "distill":
+            return Distill(encoder, build_teacher(config), config.method.options)
         return METHODS[config.method.name](encoder, config.method.options)
+
+
+def build_teacher(config: Config) -> Teacher:
+    if not config.method.options.teacher:
+        raise ValueError("method distill learns from another encoder; give it with --teacher WEIGHTS")
+    backbone = load_backbone(config.method.options.teacher)
+    student = {"student_mean": config.views.mean, "student_std": config.views.std}
+    return Teacher(backbone.encoder(), mean=backbone.mean, std=backbone.std, **student)
 
 
 def build_weightless(

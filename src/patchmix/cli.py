@@ -268,17 +268,24 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
     """The settings of a Python call: `pretrain("photos", "runs/a", num_mix=2)`, `knn("runs/a", data="cifar10")`."""
     names = [each.name for each in fields(cls)]
     if "run" not in names:
-        return validate(cls, {**_by_position(names, args), **keywords})
+        return validate(cls, _with_named_data(_by_position(names, args) | keywords))
     order = [*{s.Ablate: ["ablation"], s.Adapt: ["weights"]}.get(cls, []), "data", "out"]
-    keywords = {**_by_position(order, args), **keywords}
+    keywords = _with_named_data(_by_position(order, args) | keywords)
     own = {name: keywords.pop(name) for name in names if name in keywords}
-    own |= {"weights": str(own["weights"])} if "weights" in own else {}
     decisive = {name: keywords.pop(name) for name in ("data", "model", "method", "epochs") if name in keywords}
-    if "data" in decisive:
-        decisive["data"] = str(decisive["data"])
     places = {name: own[name] for name in ("recipe", "config") if name in own}
     config = _start(cls, **places, **decisive).replace(**keywords)
     return validate(cls[type(config.method.options)], {**own, "run": to_dict(config)})
+
+
+def _with_named_data(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Data sets, arrays and lists of files have names from here on; paths are text."""
+    keywords = {k: str(v) if k in ("weights", "data") and isinstance(v, Path) else v for k, v in keywords.items()}
+    if isinstance(keywords.get("data"), str | None):
+        return keywords
+    from patchmix.data.python import name_of
+
+    return keywords | {"data": name_of(keywords["data"])}
 
 
 def _by_position(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:

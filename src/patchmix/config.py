@@ -22,7 +22,7 @@ from annotated_types import Ge, Gt, Interval
 from typing_extensions import TypeVar
 from tyro.conf import Positional, Suppress, arg
 
-from patchmix.methods.options import METHOD_OPTIONS, RENAMED, PatchMixOptions
+from patchmix.methods.options import DISTILLATION, METHOD_OPTIONS, RENAMED, PatchMixOptions
 
 Options = TypeVar("Options", default=Any)
 S = TypeVar("S")
@@ -101,7 +101,7 @@ class MethodConfig(Generic[Options]):
     """The method and its options."""
 
     name: Annotated[str, arg(name="method")] = "patchmix"
-    """Method: patchmix, mocov3, simclr, byol, swav, dino, ibot, sdmp or regioncl."""
+    """Method: patchmix, mocov3, simclr, byol, swav, dino, ibot, sdmp, regioncl, or distill with --teacher."""
     options: Annotated[Options, arg(name="")] = field(default_factory=PatchMixOptions)  # type: ignore[assignment]
 
 
@@ -221,17 +221,18 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     values = _from_0_1(values)
     method = values.get("method")
     name = method.get("name", "patchmix") if isinstance(method, Mapping) else "patchmix"
-    check_known(name, METHOD_OPTIONS, "method")
+    methods = METHOD_OPTIONS | DISTILLATION
+    check_known(name, methods, "method")
     if isinstance(method, Mapping):
         values["method"] = {"options": {}, **method}
     generic: Any = Config
-    config: Config = validate(generic[METHOD_OPTIONS[name]], values)
+    config: Config = validate(generic[methods[name]], values)
     if config.optim.warmup_epochs >= config.train.epochs:
         warmup, epochs = config.optim.warmup_epochs, config.train.epochs
         raise ValueError(f"optim.warmup_epochs is {warmup:g}; it must be below train.epochs ({epochs:g})")
     if config.train.budget is not None:
         parse_minutes(config.train.budget)
-    if any(config.train.token_dropout) and config.method.name in ("ibot", "regioncl"):
+    if any(config.train.token_dropout) and config.method.name in ("ibot", "regioncl", "distill"):
         raise ValueError(f"train.token_dropout does not go with {config.method.name}, which compares patch tokens")
     return config
 

@@ -15,6 +15,7 @@ from torch import nn
 from patchmix import build, distributed
 from patchmix.config import Config, differences, from_dict, read_config, to_dict, to_yaml, validate
 from patchmix.data.contract import Source
+from patchmix.data.python import name_of
 from patchmix.device import resolve_device
 from patchmix.evaluate.finetune import finetune
 from patchmix.evaluate.guard import Guard, Neighbors
@@ -64,20 +65,20 @@ class Run:
         """The trained encoder as a plain timm model, in evaluation mode."""
         return self.load().encoder()
 
-    def knn(self, data: str | Path, **settings: Any) -> Result:
+    def knn(self, data: Any, **settings: Any) -> Result:
         """`patchmix.knn` of this run; the result is also added to its results.jsonl."""
         return knn(self._settings(Knn, data, settings))
 
-    def linear(self, data: str | Path, **settings: Any) -> Result:
+    def linear(self, data: Any, **settings: Any) -> Result:
         """`patchmix.linear` of this run."""
         return linear(self._settings(Linear, data, settings))
 
-    def finetune(self, data: str | Path, **settings: Any) -> Result:
+    def finetune(self, data: Any, **settings: Any) -> Result:
         """`patchmix.finetune` of this run."""
         return finetune(self._settings(Finetune, data, settings))
 
-    def _settings(self, cls: type[S], data: str | Path, settings: dict[str, Any]) -> S:
-        return validate(cls, {"weights": str(self.path), "data": str(data), **settings})
+    def _settings(self, cls: type[S], data: Any, settings: dict[str, Any]) -> S:
+        return validate(cls, {"weights": str(self.path), "data": name_of(data), **settings})
 
 
 def run_pretrain(settings: Pretrain) -> Run:
@@ -106,8 +107,7 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
                 f"{source.name} is not the data that the checkpoint was trained on; resume with the same data"
             )
         method = build.build_method(config, None if start is None else start.weights)
-        encoder = method.encoder
-        assert isinstance(encoder, VisionTransformer)
+        encoder: Any = method.encoder
         architecture = Architecture.of(config.model.name, encoder)
         method.to(device).train()
         loader = build.build_loader(config, source, architecture.image_size, pin_memory=device.type == "cuda")
@@ -210,7 +210,7 @@ def _completed(config: Config, like: Config | Backbone | None) -> Config:
     if config.model.name == "same":
         sizes = ("image_size", "patch_size", "dim", "depth", "heads")
         taken = {name: getattr(shape, name) for name in sizes if getattr(config.model, name) is None}
-        taken["model"] = shape.name
+        taken |= {"model": shape.name, "stem": shape.stem}
     taken |= {name: getattr(normalization, name) for name in ("mean", "std") if not getattr(config.views, name)}
     return config.replace(**taken)
 

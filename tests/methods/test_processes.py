@@ -13,6 +13,7 @@ from torch import Tensor
 from patchmix import distributed
 from patchmix.build import METHODS
 from patchmix.config import validate
+from patchmix.methods.distill import Distill, Teacher
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import create_encoder
 
@@ -28,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sdmp": {"mix": "mixup"},
     "regioncl": {},
 }
+NAMES = [*METHODS, "distill"]
 SMALL = {"head_hidden": 32, "head_out": 16}
 STEPS = 3  # centers and the queue act from the second and third pass on
 
@@ -45,7 +47,11 @@ def run(name: str, images: list[Tensor], world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     stem = "conv" if name in ("patchmix", "simclr") else "patch"  # its batch norms have the statistics of all processes
     encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, stem=stem, any_image_size=True)
-    method: Any = METHODS[name](encoder, validate(METHOD_OPTIONS[name], SMALL | OPTIONS[name])).train()
+    if name == "distill":
+        same = {"mean": (0.5,), "std": (0.5,), "student_mean": (0.5,), "student_std": (0.5,)}
+        method: Any = Distill(encoder, Teacher(create_encoder("vit_tiny_patch4_16", dim=32, depth=1, heads=2), **same))
+    else:
+        method = METHODS[name](encoder, validate(METHOD_OPTIONS[name], SMALL | OPTIONS[name])).train()
     if name == "ibot":
         method.draw_masks = masks_by_content
     if name == "sdmp":
@@ -69,7 +75,7 @@ def run(name: str, images: list[Tensor], world: int) -> dict[str, Any]:
 def _worker(rank: int, world: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    results = {name: run(name, [x.chunk(world)[rank] for x in views()], world) for name in METHODS}
+    results = {name: run(name, [x.chunk(world)[rank] for x in views()], world) for name in NAMES}
     if rank == 0:
         torch.save(results, out)
     torch.distributed.destroy_process_group()
@@ -84,7 +90,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_processes_equal_one_with_twice_the_batch(
     name: str, two: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

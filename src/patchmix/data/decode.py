@@ -153,12 +153,12 @@ def _decode_pillow(data: bytes, key: str, reduction: int = 1) -> Pixels:
         try:
             if reduction > 1:
                 image.draft(None, (image.width // reduction, image.height // reduction))
-            return np.ascontiguousarray(_to_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
+            return np.ascontiguousarray(to_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
         except Exception as error:  # Pillow raises nearly anything on damaged files
             raise DecodeError(key, _reason(error)) from error
 
 
-def _to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
+def to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
     if image.mode.startswith("I"):  # 16 bits, kept in 32 by some decoders
         gray = np.asarray(image).astype(np.int64) >> 8
     elif image.mode == "F":

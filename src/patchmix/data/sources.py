@@ -20,6 +20,7 @@ from patchmix.data.contract import Source, Split
 from patchmix.data.folder import FolderSource, class_names
 from patchmix.data.memory import InMemorySource, from_array, in_memory
 from patchmix.data.parquet import ParquetSource
+from patchmix.data.python import PREFIX, given
 from patchmix.data.shapes import shapes_source
 from patchmix.data.shard_files import files_in, find_shards, names_shards, shards_in
 from patchmix.data.shards import open_shards
@@ -67,6 +68,8 @@ def _openers(data: str | Path, class_folders: bool = False, progress: bool = Tru
             raise ValueError(f"{data!r} needs a number of training images after the colon, such as 'shapes:5000'")
         length = int(match[1][1:]) if match[1] else None
         return {"train": lambda: shapes_source("train", length), "test": lambda: shapes_source("test")}
+    if str(data).startswith(PREFIX):
+        return {split: lambda source=source: source for split, source in given(str(data)).items()}  # type: ignore[misc]
     root = None if names_shards(str(data)) else _local(data)
     if root is None and data in _CIFAR:
         return {split: partial(_cifar_source, str(data), split) for split in _SPLITS}

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix import distributed
@@ -210,12 +209,14 @@ def pooled_all(encoder: nn.Module, images: Tensor, pools: Sequence[str]) -> dict
         return found | {rest[0]: pooled(encoder, images, rest[0])}
     if not rest:
         return found
-    assert isinstance(encoder, VisionTransformer), "tokens need a timm ViT"
-    images = as_channels(images, int(encoder.patch_embed.proj.in_channels))
+    vit: Any = encoder
+    images = as_channels(images, int(vit.patch_embed.proj.in_channels))
     names = {pool: pool.partition("-") for pool in rest}
-    blocks = {pool: int(block or len(encoder.blocks)) for pool, (_, _, block) in names.items()}
+    if any(kind == "token" for kind, _, _ in names.values()) and vit.cls_token is None:
+        raise ValueError("the encoder has no class token in its blocks; use --pool mean")
+    blocks = {pool: int(block or len(vit.blocks)) for pool, (_, _, block) in names.items()}
     wanted = sorted(set(blocks.values()))
-    outputs: Any = encoder.forward_intermediates(
+    outputs: Any = vit.forward_intermediates(
         images,
         indices=[block - 1 for block in wanted],
         return_prefix_tokens=True,

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed, resample_patch_embed  # type: ignore[attr-defined]
 from timm.models import adapt_input_conv
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
@@ -238,11 +239,11 @@ def _times(tensor: Tensor) -> str:
 
 def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
     """(N, 3, H, W) → (N, D): the class token or the mean over patch tokens; gray images for encoders of gray ones."""
-    if isinstance(encoder, VisionTransformer):
+    if isinstance(encoder, VisionTransformer | Eva):
         images = as_channels(images, int(encoder.patch_embed.proj.in_channels))
     if pool == "token":
         return class_tokens(encoder, images)
-    assert isinstance(encoder, VisionTransformer), "the mean over patch tokens needs a timm ViT"
+    assert isinstance(encoder, VisionTransformer | Eva), "the mean over patch tokens needs a timm ViT"
     tokens: Tensor = encoder.forward_features(images)
     return tokens[:, encoder.num_prefix_tokens :].mean(dim=1)
 

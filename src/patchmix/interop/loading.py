@@ -9,7 +9,8 @@ from typing import Any
 
 import timm
 import torch
-from timm.models.vision_transformer import checkpoint_filter_fn
+from timm.models import eva, vision_transformer
+from timm.models.eva import Eva
 from torch import Tensor
 
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
@@ -229,7 +230,10 @@ def _with_timm_names(
     sizes |= {key: value[0] for key, value in sizes.items() if isinstance(value, list)}  # squares
     with torch.device("meta"):
         shell = create_encoder(name, **sizes)
-    renamed = checkpoint_filter_fn(dict(entries), shell, adapt_layer_scale=True)
+    if isinstance(shell, Eva):
+        renamed = eva.checkpoint_filter_fn(dict(entries), shell)
+    else:
+        renamed = vision_transformer.checkpoint_filter_fn(dict(entries), shell, adapt_layer_scale=True)
     wanted = shell.state_dict()
     weights = {key: tensor.float() for key, tensor in renamed.items() if key in wanted or not key.startswith("head")}
     shape = Architecture.of(name, shell)

@@ -153,6 +153,15 @@ class RegionCLOptions:
     head_out: Count = 256  # Size of the projections and predictions.
 
 
+@dataclass(frozen=True)
+class DistillOptions:
+    """Distillation of a larger encoder into a small one."""
+
+    teacher: str = ""  # The encoder to learn from: a run, a file, timm:NAME or hf://USER/NAME.
+    distance: Literal["cosine", "mse"] = "cosine"  # How the features of student and teacher are compared.
+    weights: tuple[float, float] = (1.0, 1.0)  # Weights of the class token and of the patch tokens.
+
+
 METHOD_OPTIONS: dict[str, type[Any]] = {
     "patchmix": PatchMixOptions,
     "mocov3": MoCoV3Options,
@@ -164,4 +173,5 @@ METHOD_OPTIONS: dict[str, type[Any]] = {
     "sdmp": SDMPOptions,
     "regioncl": RegionCLOptions,
 }
+DISTILLATION: dict[str, type[Any]] = {"distill": DistillOptions}  # a method, too, but none that learns by itself
 RENAMED = {"centre_momentum": "center_momentum", "centre_patch_momentum": "center_patch_momentum"}  # since 0.1

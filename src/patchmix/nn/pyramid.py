@@ -79,6 +79,8 @@ class TokenMaps(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(encoder, VisionTransformer):
+            raise ValueError(f"a {type(encoder).__name__} with rotary positions can't be a detector's backbone here")
         if not encoder.dynamic_img_size:
             raise ValueError("the encoder takes one image size only; create it with any_image_size=True")
         windowed = [i for i in range(len(encoder.blocks)) if window and i not in global_blocks]

@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 from timm.layers.mlp import Mlp
+from timm.models.eva import Eva
 from timm.models.vision_transformer import Attention, Block, VisionTransformer  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -135,7 +136,7 @@ class TokenDropout(nn.Module):
 
 def is_plain(encoder: nn.Module) -> bool:
     """Whether it is a ViT whose last block is a plain one and whose feature is the class token."""
-    if not isinstance(encoder, VisionTransformer) or encoder.global_pool != "token" or encoder.attn_pool is not None:
+    if type(encoder) is not VisionTransformer or encoder.global_pool != "token" or encoder.attn_pool is not None:
         return False
     last = encoder.blocks[-1]
     return type(last) is Block and type(last.attn) is Attention and getattr(last.attn, "gate", None) is None
@@ -166,19 +167,37 @@ def all_tokens(
 ) -> tuple[Tensor, Tensor]:
     """(class token (N, D), patch tokens (N, T, D)), both after the last norm.
 
+    Where a model pools in another way, such as by the mean, the first is what it pools.
+
     mask: (N, T), true where `mask_token` (D,) replaces the embedded patch, before positions are added.
     """
-    assert isinstance(encoder, VisionTransformer)
+    assert isinstance(encoder, VisionTransformer | Eva)
     x = encoder.patch_embed(images)  # (N, T, D), or (N, rows, columns, D) with dynamic_img_size
     if mask is not None:
         assert mask_token is not None
         x = torch.where(mask.view(*x.shape[:-1], 1), mask_token.to(x.dtype), x)
-    x = add_positions(encoder, x)
-    x = encoder.norm_pre(encoder.patch_drop(x))
-    for block in encoder.blocks:
-        x = run_block(block, x, recompute=encoder.grad_checkpointing)
+    if isinstance(encoder, Eva):
+        x = _rotary_blocks(encoder, x)
+    else:
+        x = add_positions(encoder, x)
+        x = encoder.norm_pre(encoder.patch_drop(x))
+        for block in encoder.blocks:
+            x = run_block(block, x, recompute=encoder.grad_checkpointing)
     x = encoder.norm(x)
-    return x[:, 0], x[:, encoder.num_prefix_tokens :]
+    return encoder.forward_head(x), x[:, encoder.num_prefix_tokens :]
+
+
+def _rotary_blocks(encoder: Eva, x: Tensor) -> Tensor:
+    """The blocks of a ViT whose queries and keys are turned by their positions; x: embedded patches."""
+    x, rope = encoder._pos_embed(x)
+    x = encoder.norm_pre(x)
+    for i, block in enumerate(encoder.blocks):
+        turn = rope[i] if getattr(encoder, "rope_mixed", False) and rope is not None else rope
+        if encoder.grad_checkpointing and torch.is_grad_enabled():
+            x = checkpoint(block, x, rope=turn, use_reentrant=False)
+        else:
+            x = block(x, rope=turn)
+    return x
 
 
 def run_block(block: nn.Module, x: Tensor, *, recompute: bool) -> Tensor:

@@ -1,15 +1,17 @@
-"""The encoder: a timm VisionTransformer, so that everything made for timm works on it."""
+"""The encoder: a timm VisionTransformer or Eva (rotary positions), so that everything made for timm works on it."""
 
 import difflib
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
 import torch.nn.functional as F
+from timm.layers.patch_embed import PatchEmbed
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
+from timm.models.eva import Eva
 from timm.models.vision_transformer import Attention, Block, VisionTransformer, init_weights_vit_moco  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
@@ -56,14 +58,23 @@ def create_encoder(
     encoder = timm.create_model(
         timm_name, pretrained=False, num_classes=0, in_chans=in_chans, drop_path_rate=drop_path, **options
     )
+    if isinstance(encoder, Eva):
+        if stem != "patch":
+            raise ValueError(f"model {name!r} has rotary positions, which go with --stem patch only")
+        return cast(VisionTransformer, encoder)  # by its attributes it is one
     if not isinstance(encoder, VisionTransformer):
         raise ValueError(
             f"model {name!r} is a {type(encoder).__name__}; PatchMix needs a ViT whose tokens are image patches, "
             "e.g. vit_small_patch16_224"
         )
+    if not isinstance(encoder.patch_embed, PatchEmbed):
+        raise ValueError(
+            f"model {name!r} embeds patches by a {type(encoder.patch_embed).__name__}, which reaches beyond them; take "
+            "one without, e.g. vit_small_patch16_224"
+        )
     encoder.patch_drop = TokenDropout(encoder.num_prefix_tokens)  # type: ignore[assignment]
     if stem == "conv":
-        encoder.patch_embed.proj = ConvStem(in_chans, encoder.embed_dim, patch_size_of(encoder))
+        encoder.patch_embed.proj = ConvStem(in_chans, encoder.embed_dim, patch_size_of(encoder))  # type: ignore[assignment]
     return encoder
 
 
@@ -130,7 +141,8 @@ def initialize_attention_as_mimetic(encoder: VisionTransformer) -> None:
     """
     d = encoder.embed_dim
     for block in encoder.blocks:
-        assert isinstance(block, Block) and isinstance(block.attn, Attention)
+        if not isinstance(block, Block) or not isinstance(block.attn, Attention):
+            raise ValueError(f"--initialization mimetic is for plain attention, not for a {type(block).__name__}")
         q, k, v = block.attn.qkv.weight.chunk(3)  # (D, D) each, of column vectors: q = W_qᵀ in the paper
         for q_head, k_head in zip(q.chunk(block.attn.num_heads), k.chunk(block.attn.num_heads), strict=True):
             left, right = _factors(0.7 * torch.randn(d, d) / d**0.5 + 0.7 * torch.eye(d), len(q_head))
@@ -151,7 +163,9 @@ def _factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def set_sincos_positions(encoder: VisionTransformer, *, fixed: bool) -> None:
     """2-d sine-cosine positions, zero for the class token (MoCo v3); `fixed` ones are not trained."""
-    if encoder.pos_embed is None or encoder.embed_dim % 4:
+    if encoder.pos_embed is None:
+        raise ValueError("the model has no position embedding but rotary positions; use --positions learned")
+    if encoder.embed_dim % 4:
         raise ValueError(f"sine-cosine positions need a width that is a multiple of 4, not {encoder.embed_dim}")
     table = build_sincos2d_pos_embed(list(encoder.patch_embed.grid_size), encoder.embed_dim, interleave_sin_cos=True)
     prefix = encoder.pos_embed.shape[1] - len(table)  # class and register tokens, where they have positions

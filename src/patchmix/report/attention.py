@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from timm.models.eva import EvaAttention
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -88,9 +89,14 @@ def class_attention(encoder: VisionTransformer, images: Tensor, *, block: int = 
     if encoder.cls_token is None:
         raise ValueError("the encoder has no class token whose attention could be drawn; give a ViT with a class token")
     attention: Any = blocks[block].attn
+    caught: list[Tensor] = []
+    if isinstance(attention, EvaAttention):  # its queries and keys are turned: timm computes all weights, one row stays
+        attention.fused_attn = False
+        with attention.attn_drop.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0][:, :, 0])):
+            encoder.forward_features(images)
+        return caught[0].float()
     if not hasattr(attention, "qkv"):
         raise ValueError(f"attention of the kind {type(attention).__name__} can't be drawn; give a plain timm ViT")
-    caught: list[Tensor] = []
     with attention.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0])):
         encoder.forward_features(images)
     (tokens,) = caught

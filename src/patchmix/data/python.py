@@ -1,0 +1,207 @@
+"""Data that a Python program has in its hands → a Source, and a name for it that fits into a configuration.
+
+A `torch.utils.data.Dataset` of images or (image, label), a Hugging Face `datasets.Dataset`, an array or tensor of
+images, a list of image files, or a dictionary of such things under "train" and "test". An image is a PIL image, an
+array uint8 (H, W, 3) or (H, W), or a tensor (3, H, W), uint8 or floats in [0, 1].
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from patchmix.data.contract import Labels, Source
+from patchmix.data.decode import DecodeError, Pixels, decode, to_rgb
+from patchmix.data.memory import from_array
+from patchmix.progress import progress_bar
+
+PREFIX = "python:"
+_GIVEN: dict[str, dict[str, Source]] = {}
+_SAMPLED = 64  # images that a data set of unknown content is recognized by
+
+
+def name_of(data: Any) -> str:
+    """What a configuration calls `data`: a name or path as it is, anything else by its kind and fingerprint."""
+    if isinstance(data, str | Path):
+        return str(data)
+    splits = dict(data) if isinstance(data, Mapping) else {"train": data}
+    if not {"train"} <= splits.keys() <= {"train", "test"}:
+        raise ValueError(f"data has the splits {', '.join(map(str, splits))}; name them train and, if any, test")
+    sources: dict[str, Source] = {split: _source(part, split) for split, part in splits.items()}
+    digest = hashlib.sha256("".join(source.fingerprint() for source in sources.values()).encode()).hexdigest()
+    name = f"{PREFIX}{type(splits['train']).__name__}-{digest[:12]}"
+    _GIVEN[name] = sources
+    return name
+
+
+def given(name: str) -> dict[str, Source]:
+    """The splits of what `name_of` named in this process."""
+    if name not in _GIVEN:
+        raise ValueError(f"{name} is data of a Python program; call patchmix from Python with the same data again")
+    return _GIVEN[name]
+
+
+def _source(data: Any, split: str) -> Source:
+    kind = "images" if isinstance(data, np.ndarray | Tensor | tuple | list) else type(data).__name__
+    title = f"{kind} ({split})"
+    if isinstance(data, np.ndarray | Tensor):
+        return _array(data, None, title)
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], np.ndarray | Tensor):
+        return _array(data[0], np.asarray(data[1], np.int64), title)
+    if hasattr(data, "column_names") and hasattr(data, "features"):
+        return _hugging_face(data, title)
+    if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], str | Path):
+        return Files([Path(path) for path in data], name=title)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return _dataset(data, title)
+    raise ValueError(
+        f"data is a {type(data).__name__}; it must be a name or path, an array of images, a list of image files, or a "
+        "data set with a length and items that are images or (image, label)"
+    )
+
+
+def _array(images: Any, labels: Labels | None, title: str) -> Source:
+    pixels = np.ascontiguousarray(_all_pixels(images))
+    if labels is not None and len(labels) != len(pixels):
+        raise ValueError(f"there are {len(pixels)} images and {len(labels)} labels; give one label for each image")
+    digest = hashlib.sha256(pixels.data)
+    digest.update(repr(pixels.shape).encode() + (b"" if labels is None else labels.tobytes()))
+    return from_array(pixels, labels, None, name=title, prefix="array", fingerprint=digest.hexdigest()[:32])
+
+
+def _all_pixels(images: Any) -> Pixels:
+    """uint8 (N, H, W, 3) of an array of images, in one of the forms above."""
+    if images.ndim not in (3, 4) or len(images) == 0:
+        raise ValueError(
+            f"the array has the shape {tuple(images.shape)}; expected (N, H, W, 3), or (N, 3, H, W) as tensor"
+        )
+    return np.stack([pixels_of(image) for image in images])
+
+
+def pixels_of(image: Any) -> Pixels:
+    """One image as uint8 (H, W, 3)."""
+    if isinstance(image, Image.Image):
+        return np.ascontiguousarray(to_rgb(image), dtype=np.uint8)
+    floats = isinstance(image, Tensor) and image.is_floating_point()
+    if isinstance(image, Tensor):
+        if floats and not (float(image.min()) >= 0 and float(image.max()) <= 1):
+            raise ValueError("a float tensor holds values beyond [0, 1]; give images before normalization")
+        planes = (image * 255).round().to(torch.uint8) if floats else image
+        image = (planes.permute(1, 2, 0) if planes.ndim == 3 else planes).numpy()
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
+        kind = image.dtype if isinstance(image, np.ndarray) else type(image).__name__
+        raise ValueError(f"an image is {kind}; expected a PIL image, a uint8 array (H, W, 3) or a tensor (3, H, W)")
+    if image.ndim == 2 or image.shape[2] == 1:
+        image = np.repeat(image.reshape(*image.shape[:2], 1), 3, axis=2)
+    if image.ndim != 3 or image.shape[2] != 3:
+        raise ValueError(f"an image has the shape {image.shape}; expected (H, W, 3) or (H, W)")
+    return np.asarray(image, np.uint8)
+
+
+def _hugging_face(data: Any, title: str) -> Source:
+    names = {name: type(feature).__name__ for name, feature in data.features.items()}
+    images = [name for name, kind in names.items() if kind == "Image"] or [n for n in ("image", "img") if n in names]
+    if not images:
+        raise ValueError(f"none of the columns {', '.join(names)} holds images; cast one to datasets.Image()")
+    labels = [n for n, kind in names.items() if kind == "ClassLabel"] or [n for n in ("label", "labels") if n in names]
+    column, classes = images[0], None
+    if labels:
+        classes = tuple(getattr(data.features[labels[0]], "names", None) or ()) or None
+    found = np.asarray(data[labels[0]], np.int64) if labels else None
+    identity = getattr(data, "_fingerprint", None)
+    return Items(len(data), lambda i: data[i][column], found, classes, name=title, identity=identity)
+
+
+def _dataset(data: Any, title: str) -> Source:
+    if len(data) == 0:
+        raise ValueError(f"{title} is empty; give at least one image")
+    first = data[0]
+    if not isinstance(first, tuple | list):
+        return Items(len(data), lambda i: data[i], None, None, name=title)
+    labels = next((getattr(data, name) for name in ("targets", "labels") if hasattr(data, name)), None)
+    if labels is None or len(labels) != len(data):
+        with progress_bar(f"labels of {title}", len(data), True) as advance:
+            labels = [(data[i][1], advance(1))[0] for i in range(len(data))]
+    classes = getattr(data, "classes", None)
+    names = tuple(map(str, classes)) if isinstance(classes, list | tuple) else None
+    return Items(len(data), lambda i: data[i][0], np.asarray(labels, np.int64), names, name=title)
+
+
+class Items:
+    """Images that a function gives by their position; one call at a time, as not every data set bears several."""
+
+    def __init__(
+        self,
+        length: int,
+        item: Callable[[int], Any],
+        labels: Labels | None,
+        classes: tuple[str, ...] | None,
+        *,
+        name: str,
+        identity: str | None = None,
+    ) -> None:
+        self._length, self._item, self.labels, self.classes, self.name = length, item, labels, classes, name
+        self._one_at_a_time = threading.Lock()
+        self._fingerprint = identity or self._of_a_sample()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def load(self, index: int) -> Pixels:
+        try:
+            with self._one_at_a_time:
+                return pixels_of(self._item(index))
+        except ValueError as error:
+            raise DecodeError(self.key(index), str(error)) from error
+
+    def key(self, index: int) -> str:
+        return f"#{index}"
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def _of_a_sample(self) -> str:
+        digest = hashlib.sha256(f"{self._length}".encode() + (b"" if self.labels is None else self.labels.tobytes()))
+        for index in np.linspace(0, self._length - 1, min(_SAMPLED, self._length)).round().astype(int).tolist():
+            try:
+                digest.update(self.load(index).tobytes())
+            except DecodeError:
+                digest.update(b"bad")
+        return digest.hexdigest()[:32]
+
+
+class Files:
+    """Image files in a given order."""
+
+    labels = classes = None
+
+    def __init__(self, paths: Sequence[Path], *, name: str) -> None:
+        self._paths, self.name = list(paths), name
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def load(self, index: int) -> Pixels:
+        return decode(self.encoded(index), self.key(index))
+
+    def encoded(self, index: int) -> bytes:
+        """The image file's bytes, as they are. Raises DecodeError."""
+        try:
+            return self._paths[index].read_bytes()
+        except OSError as error:
+            raise DecodeError(self.key(index), error.strerror or type(error).__name__) from error
+
+    def key(self, index: int) -> str:
+        return str(self._paths[index])
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(b"files\0")
+        for path in self._paths:
+            digest.update(f"{path}\0{path.stat().st_size if path.is_file() else -1}\0".encode())
+        return digest.hexdigest()[:32]
