@@ -18,10 +18,11 @@ import patchmix
 from patchmix.cli import main
 from patchmix.config import read_config
 from patchmix.data.sources import open_source
-from patchmix.evaluate.guard import FEWEST_KEPT, Guard, Neighbors
+from patchmix.evaluate.guard import FEWEST_KEPT, Guard, Neighbors, guard_verdict
 from patchmix.interop.backbone import fitted
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
+from patchmix.report.page import read_record, verdict
 from patchmix.train.checkpoint import load_checkpoint
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
 from tests.conftest import SMALL_RUN
@@ -152,6 +153,9 @@ def test_a_run_that_goes_wrong_says_so_and_keeps_the_best(
     assert all(torch.equal(exported[name], tensor) for name, tensor in best.items())
     kept = run.load().origin
     assert f"step {kept['step']}," in last or (kept["step"] == 0 and "the starting weights" in last)
+    assert last.removeprefix("warning: ") == guard_verdict(kept["start"])
+    said, good = verdict(read_record(run.path))
+    assert "the run ends below its start (" in said and not good  # in the report
     newest = load_backbone(run.path / "checkpoints" / "last")
     assert newest.digest() != run.load().digest()
 
@@ -211,11 +215,11 @@ def test_guard_with_labels() -> None:
         warned = guard(step, {"knn_train": knn, "rank": 5.0, "neighbors_kept": 0.0, "lidar": 1.0})
         assert (warned is not None) == (knn < 0.5)
     assert kept == [0, 10] and warned == "the features are below those of the start: kNN 50.0 → 49.0 %"
-    assert guard.verdict() == (
+    assert guard_verdict(guard.state) == (
         "the run ends below its start (kNN 50.0 → 49.0 %): encoder.safetensors is that of step 10, the best point "
         "(not step 30)"
     )
-    assert guard(40, {"knn_train": 0.56}) is None and kept == [0, 10, 40] and guard.below_start() is None
+    assert guard(40, {"knn_train": 0.56}) is None and kept == [0, 10, 40] and guard_verdict(guard.state) is None
 
 
 def test_guard_without_labels() -> None:
@@ -224,5 +228,5 @@ def test_guard_without_labels() -> None:
     few, some = FEWEST_KEPT / 2, 2 * FEWEST_KEPT
     for step, rank, share in [(0, 20.0, 1.0), (1, 90.0, few), (2, 21.0, some), (3, 19.0, 0.9)]:
         guard(step, {"rank": rank, "neighbors_kept": share})
-        assert (guard.below_start() is None) == (step in (0, 2))
-    assert kept == [0, 2] and "effective rank 20.0 → 19.0" in guard.verdict()
+        assert (guard_verdict(guard.state) is None) == (step in (0, 2))
+    assert kept == [0, 2] and "effective rank 20.0 → 19.0" in str(guard_verdict(guard.state))

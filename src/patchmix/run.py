@@ -1,9 +1,9 @@
 """A run: start it, continue it, and use what it made."""
 
 import re
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +18,7 @@ from patchmix.data.contract import Source
 from patchmix.data.python import name_of
 from patchmix.device import resolve_device
 from patchmix.evaluate.finetune import finetune
-from patchmix.evaluate.guard import Guard, Neighbors
+from patchmix.evaluate.guard import Guard, Neighbors, guard_verdict
 from patchmix.evaluate.knn import knn
 from patchmix.evaluate.linear import linear
 from patchmix.evaluate.monitor import collapse_warning
@@ -227,14 +227,20 @@ def _finish(
 ) -> None:
     """Writes the encoder: the last one, or the best one where the last is worse than the start."""
     step = int(re.sub(r"\D", "", checkpoints.last.stem)) if checkpoints.last else 0
-    path, worse = out / "encoder.safetensors", guard is not None and guard.below_start() is not None
-    if worse:
-        shutil.copyfile(out / "best.safetensors", path)
+    path, verdict = out / "encoder.safetensors", None if guard is None else guard_verdict(guard.state)
+    if guard is not None and verdict is not None:
+        best = load_backbone(out / "best.safetensors")
+        origin = best.origin | {"start": _without_neighbors(guard.state)}
+        replace(best, origin=origin).save(path)
     else:
         save(path, step)
     log.say(f"encoder: {path}")
-    if guard is not None and worse:
-        log.say(f"warning: {guard.verdict()}", style="bold red")
+    if verdict is not None:
+        log.say(f"warning: {verdict}", style="bold red")
+
+
+def _without_neighbors(compared: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in compared.items() if name != "neighbors"}
 
 
 def _save_encoder(
@@ -258,7 +264,7 @@ def _save_encoder(
         "seed": config.train.seed,
     }
     if compared:
-        origin["start"] = {name: value for name, value in compared.items() if name != "neighbors"}
+        origin["start"] = _without_neighbors(compared)
     weights = {name: tensor.cpu() for name, tensor in method.encoder.state_dict().items()}
     Backbone(architecture, weights, config.views.mean, config.views.std, origin).save(path)
 

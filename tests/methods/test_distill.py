@@ -85,8 +85,9 @@ def test_the_teacher_itself_has_loss_zero() -> None:
 
 def test_a_run_resumes_exactly_and_is_exported(trained_run: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"recipe": "demo", "method": "distill", "teacher": str(trained_run), "epochs": 4}
-    settings |= {"model": "vit_tiny_patch8_32", "dim": 12, "depth": 1, "heads": 2, "batch_size": 32, "workers": 0}
+    settings |= {"model": "vit_tiny_patch8_32", "dim": 12, "depth": 1, "heads": 2, "stem": "patch"}
     settings |= {"monitor_bank": 32, "monitor_queries": 16, "log_every": 1, "device": "cpu", "keep_checkpoints": 9}
+    settings |= {"batch_size": 32, "workers": 0}
     whole = patchmix.pretrain("shapes:64", tmp_path / "whole", **settings)
     losses = [row["loss"] for row in read_metrics(whole.path / "metrics.jsonl") if row["kind"] == "train"]
     assert len(losses) == 8 and losses[-1] < losses[0]

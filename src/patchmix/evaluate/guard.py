@@ -4,7 +4,7 @@ By leave-one-out kNN of training images where they have labels. Otherwise by the
 some of the neighbors that they had at the start.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,24 +50,29 @@ class Guard:
         if "best" not in state or score(point, state["start"]) > score(state["best"], state["start"]):
             state["best"] = point
             self.keep(step)
-        below = self.below_start()
+        below = below_start(state)
         return f"the features are below those of the start: {below}" if below else None
 
-    def below_start(self) -> str | None:
-        """In which way the latest features are worse than the start's; None if they are not."""
-        start, last = self.state["start"], self.state["last"]
-        if "knn_train" in start:
-            worse = last["knn_train"] < start["knn_train"]
-            return f"kNN {100 * start['knn_train']:.1f} → {100 * last['knn_train']:.1f} %" if worse else None
-        if last["neighbors_kept"] < FEWEST_KEPT:
-            return f"{100 * last['neighbors_kept']:.0f} % of the nearest neighbors kept, fewer than {FEWEST_KEPT:.0%}"
-        return f"effective rank {start['rank']:.1f} → {last['rank']:.1f}" if last["rank"] < start["rank"] else None
 
-    def verdict(self) -> str:
-        """The last line of a run that ends below its start."""
-        step, last = self.state["best"]["step"], self.state["last"]["step"]
-        what = "the starting weights, as no point was better" if step == 0 else f"that of step {step}, the best point"
-        return f"the run ends below its start ({self.below_start()}): encoder.safetensors is {what} (not step {last})"
+def below_start(state: Mapping[str, Any]) -> str | None:
+    """In which way the latest features are worse than the start's; None if they are not."""
+    start, last = state["start"], state["last"]
+    if "knn_train" in start:
+        worse = last["knn_train"] < start["knn_train"]
+        return f"kNN {100 * start['knn_train']:.1f} → {100 * last['knn_train']:.1f} %" if worse else None
+    if last["neighbors_kept"] < FEWEST_KEPT:
+        return f"{100 * last['neighbors_kept']:.0f} % of the nearest neighbors kept, fewer than {FEWEST_KEPT:.0%}"
+    return f"effective rank {start['rank']:.1f} → {last['rank']:.1f}" if last["rank"] < start["rank"] else None
+
+
+def guard_verdict(state: Mapping[str, Any]) -> str | None:
+    """The last line of a run that ends below its start, and a line of its report; None where it does not."""
+    below = below_start(state) if "last" in state else None
+    if below is None:
+        return None
+    step, last = state["best"]["step"], state["last"]["step"]
+    what = "the starting weights, as no point was better" if step == 0 else f"that of step {step}, the best point"
+    return f"the run ends below its start ({below}): encoder.safetensors is {what} (not step {last})"
 
 
 _USED = ("knn_train", "rank", "neighbors_kept")

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from patchmix.config import Config
+from patchmix.evaluate.guard import guard_verdict
 from patchmix.evaluate.monitor import collapse_warning
 from patchmix.evaluate.results import PROTOCOL_NAMES, RAW_PIXELS, Result, protocol_name, read_results
 from patchmix.files import write_text
@@ -170,7 +171,8 @@ def verdict(record: Record) -> tuple[str, bool]:
         low, high = measured.interval()
         accuracy = f"kNN {100 * measured.top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
     health = {key: value for key in ("rank", "mean_cosine") if (value := record.history.last(key)) is not None}
-    warning = collapse_warning(health)
+    start = {} if record.backbone is None else record.backbone.origin.get("start", {})
+    warning = guard_verdict(start) or collapse_warning(health)
     collapse = warning or ("no collapse" if health else "collapse not checked")
     return f"{trained}, {accuracy}, {collapse}", (complete or epoch is None) and warning is None
 
