@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-RUNS = Path(__file__).with_name("runs.csv")
 COLUMNS = ("group", "name", "seed", "budget", "images", "seconds", "gflops_per_image", "knn", "settings")
 
 # MoCo v3 with everything of `fast` that is not PatchMix: views, encoder, heads, optimizer, batch.
@@ -55,30 +54,40 @@ VALIDATION = {
 }
 
 
-def main() -> None:
+def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("groups", nargs="+")
     parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
+    parser.add_argument("--csv", type=Path, default=Path(__file__).with_name("runs.csv"), help="the log of all runs")
+    parser.add_argument("--budget", help="for every training, instead of its own")
+    arguments = parser.parse_args(args)
     done = set()
-    if RUNS.exists():
-        with RUNS.open(newline="") as file:
+    if arguments.csv.exists():
+        with arguments.csv.open(newline="") as file:
             done = {(row["group"], row["name"], int(row["seed"])) for row in csv.DictReader(file)}
     for group in arguments.groups:
         data = split(arguments.data, arguments.out) if group == "validation" else arguments.data
         for name, seed, budget, settings in rows(group):
-            if (group, name, seed) not in done:
-                folder = arguments.out / group / f"{name.replace(' ', '-')}-{seed}"
-                record(group, name, seed, budget, settings, train(data, folder, seed, budget, settings))
+            if (group, name, seed) in done:
+                continue
+            budget = arguments.budget or budget
+            folder = arguments.out / group / f"{name.replace(' ', '-')}-{seed}"
+            found = train(data, folder, flags(seed, budget, settings))
+            row = {"group": group, "name": name, "seed": seed, "budget": budget, "settings": settings, **found}
+            append(row, arguments.csv)
 
 
-def train(data: str, folder: Path, seed: int, budget: str, settings: str) -> dict[str, float]:
+def flags(seed: int, budget: str, settings: str) -> list[str]:
+    common = f"--recipe fast --budget {budget} --seed {seed} --workers 0 --monitor-every 0 --resume auto"
+    return [*common.split(), *settings.split()]
+
+
+def train(data: str, folder: Path, options: list[str]) -> dict[str, float]:
     """Trains and evaluates, or continues to."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "patchmix"]
-    flags = f"--recipe fast --budget {budget} --seed {seed} --workers 0 --monitor-every 0 --resume auto {settings}"
-    subprocess.run([*command, "pretrain", data, "--out", str(folder), *flags.split()], env=environment, check=True)
+    subprocess.run([*command, "pretrain", data, "--out", str(folder), *options], env=environment, check=True)
     subprocess.run([*command, "knn", str(folder), "--data", data], env=environment, check=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if "seconds" in line][-1]
@@ -96,13 +105,13 @@ def train(data: str, folder: Path, seed: int, budget: str, settings: str) -> dic
     }
 
 
-def record(group: str, name: str, seed: int, budget: str, settings: str, found: dict[str, float]) -> None:
-    new = not RUNS.exists()
-    with RUNS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+def append(row: dict[str, object], file: Path) -> None:
+    new = not file.exists()
+    with file.open("a", newline="") as lines:
+        writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
         if new:
             writer.writeheader()
-        writer.writerow({"group": group, "name": name, "seed": seed, "budget": budget, "settings": settings, **found})
+        writer.writerow(row)
 
 
 def split(data: str, out: Path) -> str:

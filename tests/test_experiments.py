@@ -1,0 +1,71 @@
+"""docs/results/experiments.py: every training is one that `patchmix pretrain` knows, and the queue continues."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchmix.cli import parse
+from patchmix.settings import Pretrain
+
+SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "results" / "experiments.py"
+
+
+@pytest.fixture(scope="module")
+def experiments() -> Any:
+    spec = importlib.util.spec_from_file_location("experiments", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("group", ["validation", "seeds", "hour", "day"])
+def test_every_training_is_a_known_one(experiments: Any, group: str) -> None:
+    seen = set()
+    for name, seed, budget, settings in experiments.rows(group):
+        flags = ["cifar10", "--out", "run", *experiments.flags(seed, budget, settings)]
+        config = parse(Pretrain, flags, prog="patchmix pretrain").run
+        assert (config.train.seed, config.train.budget, config.recipe) == (seed, budget, "fast"), name
+        seen.add((str(config), seed))
+    assert len(seen) == len(list(experiments.rows(group)))  # no two of a group are the same
+
+
+def test_what_is_in_the_log_is_not_trained_again(
+    experiments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Path] = []
+
+    def train(data: str, folder: Path, options: list[str]) -> dict[str, float]:
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append(folder)
+        return {"images": 1, "seconds": 2, "gflops_per_image": 0.1, "knn": 50.0}
+
+    monkeypatch.setattr(experiments, "train", train)
+    log = tmp_path / "runs.csv"
+    call = ["shapes", "seeds", "--out", str(tmp_path), "--csv", str(log)]
+    with pytest.raises(KeyboardInterrupt):
+        experiments.main(call)
+    trained.clear()
+    experiments.main([*call, "--budget", "1min"])
+    with log.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["name"], row["seed"]) for row in rows] == [
+        (name, str(seed)) for seed in (0, 1, 2) for name in ("fast", "mocov3")
+    ]
+    assert [row["budget"] for row in rows] == ["10min"] * 3 + ["1min"] * 3 and len(trained) == 3
+
+
+@pytest.mark.slow
+def test_a_training_of_the_queue_for_real(experiments: Any, tmp_path: Path) -> None:
+    log = tmp_path / "runs.csv"
+    experiments.main(["shapes:256", "hour", "--out", str(tmp_path), "--csv", str(log), "--budget", "20s"])
+    with log.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == ["fast", "mocov3"]
+    assert all(int(row["images"]) > 0 and float(row["knn"]) > 0 and float(row["gflops_per_image"]) > 0 for row in rows)
