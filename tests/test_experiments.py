@@ -64,7 +64,7 @@ def test_what_is_in_the_log_is_not_trained_again(
 @pytest.mark.slow
 def test_a_training_of_the_queue_for_real(experiments: Any, tmp_path: Path) -> None:
     log = tmp_path / "runs.csv"
-    experiments.main(["shapes:256", "hour", "--out", str(tmp_path), "--csv", str(log), "--budget", "20s"])
+    experiments.main(["shapes:256", "hour", "--out", str(tmp_path), "--csv", str(log), "--budget", "60s"])
     with log.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == ["fast", "mocov3"]
