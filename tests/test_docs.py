@@ -134,7 +134,7 @@ def placeholders(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
         shutil.copy(folder / "photos" / f"{i}.jpg", folder / "photos" / f"{name}.jpg")
     for split in ("train2017", "val2017"):
         write_split(folder / "coco", split, 4)
-    write_scenes(folder / "pets" / "images", folder / "pets" / "annotations" / "trimaps", 8)
+    write_scenes(folder / "pets" / "images", folder / "pets" / "annotations" / "trimaps", 40)
     torch.save(load_backbone(folder / "run").weights, folder / "checkpoint.pth")
     return folder
 

@@ -16,7 +16,7 @@ from patchmix.device import resolve_device
 from patchmix.evaluate.features import LAYERS, usual_resize
 from patchmix.evaluate.knn import HEADLINE_K, TEMPERATURE, fitting_ks
 from patchmix.evaluate.labeled import Labeled, open_labeled
-from patchmix.evaluate.results import Result, read_results
+from patchmix.evaluate.results import Result, known_result, read_results
 from patchmix.evaluate.sweep import usual_epochs
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.recipes import start
@@ -204,12 +204,10 @@ def evaluate(run: Run, labeled: Labeled, data: str, config: Config) -> dict[str,
     knn = {"k": HEADLINE_K if HEADLINE_K in ks else ks[0], "temperature": TEMPERATURE, **common}
     linear = {"epochs": float(usual_epochs(len(tested.train))), "seed": 0, **common}
     asked = {"knn": (labeled.fingerprint(), knn), "linear-fast": (tested.fingerprint(), linear)}
-    weights, results = backbone.digest(), {}
-    for found in read_results(run.path):
-        fingerprint, settings = asked.get(found.protocol, ("", {}))
-        same = (found.weights, found.fingerprint) == (weights, fingerprint)
-        if same and settings.items() <= found.settings.items():
-            results[found.protocol] = found
+    stored, weights, results = read_results(run.path), backbone.digest(), {}
+    for protocol, (fingerprint, settings) in asked.items():
+        if (found := known_result(stored, protocol, fingerprint, weights, settings)) is not None:
+            results[protocol] = found
     distributed.barrier()  # all have read before one writes
     options = {"device": config.runtime.device, "workers": config.runtime.workers}
     if "knn" not in results:

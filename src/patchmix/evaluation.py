@@ -21,7 +21,7 @@ from patchmix.evaluate.labeled import Labeled, few_labels, open_labeled
 from patchmix.evaluate.linear import linear_of
 from patchmix.evaluate.masks import Masked, has_masks, open_masks
 from patchmix.evaluate.protocol import Task
-from patchmix.evaluate.results import RAW_PIXELS, Result, read_results
+from patchmix.evaluate.results import RAW_PIXELS, Result, known_result, read_results
 from patchmix.evaluate.segment import segment_fast_of
 from patchmix.files import replacing, write_text
 from patchmix.interop.backbone import Backbone
@@ -169,13 +169,8 @@ class Job:
     settings: dict[str, Any]  # that a known result must have
 
     def finds(self, known: Sequence[Result]) -> Result | None:
-        """The latest known result of the same encoder, data and settings."""
-        same = self.name, self.task.data.fingerprint(), self.task.digest
         settings = self.task.extractor().record() | self.settings
-        for each in reversed(known):
-            if (each.protocol, each.fingerprint, each.weights) == same and settings.items() <= each.settings.items():
-                return each
-        return None
+        return known_result(known, self.name, self.task.data.fingerprint(), self.task.digest, settings)
 
     def sources(self) -> list[Any]:
         """Whose features it needs."""
@@ -263,8 +258,8 @@ def as_table(scores: Sequence[Score], settings: Evaluate) -> Table:
     table = Table(caption="accuracy or mIoU in % with 95 % interval", box=None, padding=(0, 2, 0, 0))
     for i, name in enumerate(head):
         table.add_column(name, justify="left" if i < 2 else "right", overflow="fold", no_wrap=i >= 2)
-    for i, row in enumerate(rows):
-        table.add_row(*row, end_section=i + 1 < len(rows) and rows[i + 1][0] != row[0])
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

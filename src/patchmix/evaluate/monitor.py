@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.loader import one_pass
-from patchmix.data.views import CenterCrop, View, Views, to_float
+from patchmix.data.views import View, Views, to_float
 from patchmix.evaluate.features import Features, extract
 from patchmix.evaluate.guard import Neighbors
 from patchmix.evaluate.knn import HEADLINE_K, knn_predict
@@ -143,17 +142,3 @@ def collapse_warning(values: dict[str, float]) -> str | None:
     if cosine is not None and cosine > COLLAPSED_COSINE:
         return f"the representation is collapsing: random images have mean cosine {cosine:.3f}"
     return None
-
-
-def raw_pixel_knn(train: Source, test: Source, *, k: int = HEADLINE_K) -> float:
-    """kNN on the pixels themselves: a baseline that an encoder should beat."""
-
-    def pixels(source: Source) -> Tensor:
-        images = [source.load(i) for i in range(len(source))]
-        (crops,) = CenterCrop(min(images[0].shape[:2]))(images, epoch=0, indices=np.arange(len(images)))
-        flat = torch.from_numpy(crops).flatten(1).float()
-        return flat - flat.mean(dim=1, keepdim=True)
-
-    assert train.labels is not None and test.labels is not None
-    predicted = knn_predict(pixels(train), torch.from_numpy(train.labels), pixels(test), ks=[k])[k]
-    return accuracy(predicted, torch.from_numpy(test.labels))

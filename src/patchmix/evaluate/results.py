@@ -164,6 +164,17 @@ def read_results(folder: Path) -> list[Result]:
     return results
 
 
+def known_result(
+    results: Sequence[Result], protocol: str, fingerprint: str, weights: str, settings: dict[str, Any]
+) -> Result | None:
+    """The latest result of the same protocol, data, weights and settings; others of its settings may differ."""
+    for each in reversed(results):
+        same = (each.protocol, each.fingerprint, each.weights) == (protocol, fingerprint, weights)
+        if same and settings.items() <= each.settings.items():
+            return each
+    return None
+
+
 def print_result(result: Result | Sequence[Path], console: Console | None = None) -> None:
     """All metrics in % (accuracies with their 95 % intervals), and how they were obtained; or the files written."""
     console = console or Console()
