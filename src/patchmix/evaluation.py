@@ -59,10 +59,12 @@ class DataSet:
 class Score:
     """A cell of the table."""
 
-    entry: Entry
     data: str
+    encoder: str
     protocol: str  # a key of TITLES
     result: Result
+    step: int | None  # of the training
+    runs: tuple[str, ...]  # whose curves it belongs to
 
     @property
     def percent(self) -> tuple[float, float, float]:
@@ -231,7 +233,8 @@ def evaluate_one(
     for job in missing:
         console.print(f"{entry.name} on {data.name}: {title(job.protocol, settings)}", style="dim", soft_wrap=True)
         found[job.protocol] = job.run(job.task)
-    return [Score(entry, data.name, protocol, found[protocol]) for protocol in TITLES if protocol in found]
+    origin = entry.step, entry.runs
+    return [Score(data.name, entry.name, each, found[each], *origin) for each in TITLES if each in found]
 
 
 # ---------------------------------------------------------------------------------------------------- table and files
@@ -247,7 +250,7 @@ def cells(scores: Sequence[Score], settings: Evaluate) -> tuple[list[str], list[
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for score in scores:
         value, low, high = score.percent
-        row = rows.setdefault((score.data, score.entry.name), {})
+        row = rows.setdefault((score.data, score.encoder), {})
         row[score.protocol] = f"{value:.1f} ± {(high - low) / 2:.1f}"
     head = ["data", "encoder", *(title(name, settings) for name in protocols)]
     return head, [[*names, *(row.get(name, "–") for name in protocols)] for names, row in rows.items()]
@@ -276,7 +279,7 @@ def write_files(scores: Sequence[Score], settings: Evaluate) -> list[Path]:
     for score in scores:
         result, numbers = score.result, [f"{value:.3f}" for value in score.percent]
         writer.writerow(
-            [score.data, score.entry.name, score.entry.step, result.protocol, *numbers, result.images, result.weights]
+            [score.data, score.encoder, score.step, result.protocol, *numbers, result.images, result.weights]
         )
     write_text(paths[1], out.getvalue())
     if not settings.all_steps:
@@ -298,14 +301,12 @@ def curves(scores: Sequence[Score], settings: Evaluate) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, ((data, protocol), some) in zip(axes, panels.items(), strict=False):
         for i, run in enumerate(dict.fromkeys(settings.runs)):
-            points = sorted(
-                (s.entry.step, *s.percent) for s in some if run in s.entry.runs and s.entry.step is not None
-            )
+            points = sorted((s.step, *s.percent) for s in some if run in s.runs and s.step is not None)
             steps, values, lows, highs = zip(*points, strict=True)
             axis.plot(steps, values, "o-", color=look(i)[0], markersize=3, label=run)
             axis.fill_between(steps, lows, highs, color=look(i)[0], alpha=0.15, linewidth=0)
         for score in some:
-            if score.entry.name == RAW_PIXELS:
+            if score.encoder == RAW_PIXELS:
                 axis.axhline(score.percent[0], color="gray", linestyle="--", linewidth=1, label=RAW_PIXELS)
         axis.set(title=f"{data}: {title(protocol, settings)} (%)", xlabel="step")
         axis.legend(fontsize=7)

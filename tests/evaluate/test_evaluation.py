@@ -54,7 +54,7 @@ def run(runs: list[Path], data: list[Any], out: Path, **options: Any) -> dict[tu
     usual = {"ignore_index": (255,), "shots": 2, "draws": 2, "device": "cpu"}
     given = {"runs": tuple(map(str, runs)), "data": tuple(map(str, data)), "out": out}
     scores = evaluate(validate(Evaluate, given | usual | options), Console(quiet=True))
-    return {(score.data, score.entry.name, score.protocol): score for score in scores}
+    return {(score.data, score.encoder, score.protocol): score for score in scores}
 
 
 @pytest.fixture
@@ -84,7 +84,8 @@ def test_every_protocol_from_one_pass_with_the_numbers_of_the_commands(
     ]
     start = build_method(read_config(own_run)).encoder.state_dict()
     digests = {name: score.result.weights for (_, name, _), score in scores.items()}
-    untrained = next(score.entry.backbone for (_, name, _), score in scores.items() if name == "untrained")
+    untrained = evaluation.untrained(str(own_run), load_backbone(own_run))
+    assert untrained.digest() == digests["untrained"]
     for name, tensor in start.items():
         assert torch.equal(untrained.weights[name], tensor)
     assert passes == {digests["tiny"]: 24 + 10, digests["untrained"]: 24 + 10}  # each image once; pixels need no pass
@@ -142,11 +143,11 @@ def test_all_steps_make_a_curve(own_run: Path, class_folder: Path, tmp_path: Pat
     other = Path(shutil.copytree(own_run, tmp_path / "other", symlinks=True))
     options: dict[str, Any] = {"all_steps": True, "protocols": ("knn",)}
     scores = run([own_run, other], [class_folder], tmp_path / "out", **options)
-    assert [(name, score.entry.step, len(score.entry.runs)) for (_, name, _), score in scores.items()] == [
+    assert [(name, score.step, len(score.runs)) for (_, name, _), score in scores.items()] == [
         *(("tiny, step 2", 2, 1), ("tiny, step 4", 4, 1), ("other, step 2", 2, 1), ("other, step 4", 4, 1)),
         *(("untrained", 0, 2), ("raw pixels", None, 0)),
     ]
-    assert scores[str(class_folder), "tiny, step 4", "knn"].entry.digest == load_backbone(own_run).digest()
+    assert scores[str(class_folder), "tiny, step 4", "knn"].result.weights == load_backbone(own_run).digest()
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {f"evaluation.{e}" for e in ("md", "csv", "png")}
     figure = evaluation.curves(list(scores.values()), validate(Evaluate, {"runs": (str(own_run),), "data": ("x",)}))
     line = figure.axes[0].lines[0]
