@@ -226,7 +226,7 @@ def test_guard_without_labels() -> None:
     kept: list[int] = []
     guard = Guard({}, kept.append)
     few, some = FEWEST_KEPT / 2, 2 * FEWEST_KEPT
-    for step, rank, share in [(0, 20.0, 1.0), (1, 90.0, few), (2, 21.0, some), (3, 19.0, 0.9)]:
+    for step, rank, share in [(0, 20.0, 1.0), (1, 90.0, few), (2, 21.0, some), (2, 19.0, 0.9), (3, 15.0, 0.9)]:
         guard(step, {"rank": rank, "neighbors_kept": share})
         assert (guard_verdict(guard.state) is None) == (step in (0, 2))
-    assert kept == [0, 2] and "effective rank 20.0 → 19.0" in str(guard_verdict(guard.state))
+    assert kept == [0, 2] and "effective rank 20.0 → 15.0" in str(guard_verdict(guard.state))

@@ -69,8 +69,10 @@ SMALL_NETWORK = {
     "--monitor-bank": "64",
     "--monitor-queries": "32",
 }
+SIZES = ("--image-size", "--patch-size", "--dim", "--depth", "--heads")  # adapt has those of its weights
 SMALLER: dict[str, dict[str, str]] = {
     "pretrain": {"--epochs": "1", **SMALL_NETWORK},
+    "adapt": {"--epochs": "1", **{option: SMALL_NETWORK[option] for option in SMALL_NETWORK if option not in SIZES}},
     "ablate": {"--epochs": "1", **SMALL_NETWORK},
     "linear": {"--epochs": "1", "--workers": "0"},
     "finetune": {"--epochs": "1", "--workers": "0"},
@@ -109,6 +111,8 @@ def smaller(words: list[str]) -> list[str]:
         options = {}  # a trained detector, as it is
     if "--budget" in small:
         options = {"--budget": "1s"} | {option: value for option, value in options.items() if option != "--epochs"}
+    if "distill" in small:
+        options = {option: value for option, value in options.items() if not option.startswith("--head-")}
     if small[0] == "ablate" and "--rows" not in small:
         options["--rows"] = rows_of(small[1], METHODS)[-1].name  # one of them
     for option, value in options.items():

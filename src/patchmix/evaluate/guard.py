@@ -14,6 +14,7 @@ from torch import Tensor
 from patchmix.evaluate.knn import HEADLINE_K, QUERY_ROWS, nearest
 
 FEWEST_KEPT = 0.1  # of the neighbors; below, features of unlabeled images count as worse than the start's
+LEAST_RANK = 0.8  # of the start's; a somewhat lower one is no sign of worse features
 
 
 class Neighbors:
@@ -62,7 +63,8 @@ def below_start(state: Mapping[str, Any]) -> str | None:
         return f"kNN {100 * start['knn_train']:.1f} → {100 * last['knn_train']:.1f} %" if worse else None
     if last["neighbors_kept"] < FEWEST_KEPT:
         return f"{100 * last['neighbors_kept']:.0f} % of the nearest neighbors kept, fewer than {FEWEST_KEPT:.0%}"
-    return f"effective rank {start['rank']:.1f} → {last['rank']:.1f}" if last["rank"] < start["rank"] else None
+    fallen = last["rank"] < LEAST_RANK * start["rank"]
+    return f"effective rank {start['rank']:.1f} → {last['rank']:.1f}" if fallen else None
 
 
 def guard_verdict(state: Mapping[str, Any]) -> str | None:
