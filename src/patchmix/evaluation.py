@@ -28,7 +28,8 @@ from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import initialize_as_mocov3
 from patchmix.report.ablation_table import markdown_table
-from patchmix.report.style import look, style
+from patchmix.report.gallery import unique_names
+from patchmix.report.style import look, panel_grid, style
 from patchmix.settings import Evaluate, Knn, Linear, Segment
 from patchmix.study.compare import stored_config
 from patchmix.train.checkpoint import run_lock
@@ -84,6 +85,8 @@ def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
         raise ValueError("there is nothing to evaluate; give at least one run's folder, and its data by --data")
     console, device = console or Console(), resolve_device(settings.device)
     entries = list(find_entries(settings))
+    names = unique_names([entry.name for entry in entries])
+    entries = [replace(entry, name=name) for entry, name in zip(entries, names, strict=True)]
     sets = [open_set(name, settings) for name in settings.data]
     scores: list[Score] = []
     with run_lock(settings.out):
@@ -189,24 +192,19 @@ def jobs_of(settings: Evaluate, entry: Entry, data: DataSet, device: torch.devic
     few: dict[str, Any] = seed | {"shots": settings.shots, "draws": settings.draws}
     masks: dict[str, Any] = {"data": Path(data.name), "protocol": "fast", "ignore_index": settings.ignore_index}
 
-    def job(protocol: str, own: Any, run: Callable[[Task], Result], name: str, known: dict[str, Any]) -> Iterator[Job]:
+    ignored = {"ignore_index": [*settings.ignore_index]}
+    jobs: list[tuple[str, Any, Callable[[Task], Result], str, dict[str, Any]]] = [
+        ("knn", Knn(**common, pool=fast["pool"]), knn_of, "knn", {"temperature": TEMPERATURE}),
+        ("linear", Linear(**fast, **seed), linear_of, "linear-fast", seed),
+        ("few-shot", Linear(**fast, **few), linear_of, f"linear-fast@{settings.shots}-shot", few),
+        ("attentive", Linear(**fast | {"pool": "attentive"}, **seed), linear_of, "attentive", seed),
+        ("segment", Segment(**common | masks, **seed), segment_fast_of, "segment-fast", seed | ignored),
+    ]
+    for protocol, own, run, name, known in jobs[:3] if pixels else jobs:
         labeled = data.masked if protocol == "segment" else data.labeled
         if labeled is not None and protocol in (settings.protocols or TITLES):
-            yield Job(
-                protocol,
-                Task(own, entry.backbone, entry.digest, labeled, device, settings.out, memory),
-                run,
-                name,
-                known,
-            )
-
-    yield from job("knn", Knn(**common, pool=fast["pool"]), knn_of, "knn", {"temperature": TEMPERATURE})
-    yield from job("linear", Linear(**fast, **seed), linear_of, "linear-fast", seed)
-    yield from job("few-shot", Linear(**fast, **few), linear_of, f"linear-fast@{settings.shots}-shot", few)
-    if not pixels:
-        yield from job("attentive", Linear(**fast | {"pool": "attentive"}, **seed), linear_of, "attentive", seed)
-        known = seed | {"ignore_index": [*settings.ignore_index]}
-        yield from job("segment", Segment(**common | masks, **seed), segment_fast_of, "segment-fast", known)
+            task = Task(own, entry.backbone, entry.digest, labeled, device, settings.out, memory)
+            yield Job(protocol, task, run, name, known)
 
 
 def evaluate_one(
@@ -295,11 +293,8 @@ def curves(scores: Sequence[Score], settings: Evaluate) -> Figure:
     panels: dict[tuple[str, str], list[Score]] = {}
     for score in scores:
         panels.setdefault((score.data, score.protocol), []).append(score)
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.8 * rows))
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axis, ((data, protocol), some) in zip(axes, panels.items(), strict=False):
+    figure, axes = panel_grid(len(panels))
+    for axis, ((data, protocol), some) in zip(axes, panels.items(), strict=True):
         for i, run in enumerate(dict.fromkeys(settings.runs)):
             points = sorted((s.step, *s.percent) for s in some if run in s.runs and s.step is not None)
             steps, values, lows, highs = zip(*points, strict=True)
@@ -310,7 +305,5 @@ def curves(scores: Sequence[Score], settings: Evaluate) -> Figure:
                 axis.axhline(score.percent[0], color="gray", linestyle="--", linewidth=1, label=RAW_PIXELS)
         axis.set(title=f"{data}: {title(protocol, settings)} (%)", xlabel="step")
         axis.legend(fontsize=7)
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
     figure.tight_layout()
     return figure

@@ -140,20 +140,22 @@ def test_all_steps_make_a_curve(own_run: Path, class_folder: Path, tmp_path: Pat
     state["method"] = {name: tensor * 1.1 for name, tensor in state["method"].items()}
     state["step"] = 2
     checkpoints.save(state, 2)
-    other = Path(shutil.copytree(own_run, tmp_path / "other", symlinks=True))
+    other = Path(shutil.copytree(own_run, tmp_path / "again" / "tiny", symlinks=True))
     options: dict[str, Any] = {"all_steps": True, "protocols": ("knn",)}
     scores = run([own_run, other], [class_folder], tmp_path / "out", **options)
     assert [(name, score.step, len(score.runs)) for (_, name, _), score in scores.items()] == [
-        *(("tiny, step 2", 2, 1), ("tiny, step 4", 4, 1), ("other, step 2", 2, 1), ("other, step 4", 4, 1)),
+        *(("tiny, step 2 (1)", 2, 1), ("tiny, step 4 (2)", 4, 1)),
+        *(("tiny, step 2 (3)", 2, 1), ("tiny, step 4 (4)", 4, 1)),
         *(("untrained", 0, 2), ("raw pixels", None, 0)),
     ]
-    assert scores[str(class_folder), "tiny, step 4", "knn"].result.weights == load_backbone(own_run).digest()
+    assert scores[str(class_folder), "tiny, step 4 (2)", "knn"].result.weights == load_backbone(own_run).digest()
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {f"evaluation.{e}" for e in ("md", "csv", "png")}
     figure = evaluation.curves(list(scores.values()), validate(Evaluate, {"runs": (str(own_run),), "data": ("x",)}))
     line = figure.axes[0].lines[0]
     assert list(line.get_xdata()) == [0, 2, 4]
     assert list(line.get_ydata()) == [
-        scores[str(class_folder), name, "knn"].percent[0] for name in ("untrained", "tiny, step 2", "tiny, step 4")
+        scores[str(class_folder), name, "knn"].percent[0]
+        for name in ("untrained", "tiny, step 2 (1)", "tiny, step 4 (2)")
     ]
 
 

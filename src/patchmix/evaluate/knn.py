@@ -36,6 +36,8 @@ def knn(settings: Knn, backbone: Backbone | None = None) -> Result:
     test split. With `settings.layers`, "top1 of block 3" at the headline k for each of these blocks, whose tokens pass
     through the last norm. `backbone` takes the place of `settings.weights`.
     """
+    if settings.layers and settings.pool == "pixels":
+        raise ValueError("--layers asks for features of blocks, which --pool pixels has none of; leave one of them out")
     with open_task(settings, backbone, needs_test=wants_few_labels(settings)) as task:
         return knn_of(task)
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from patchmix.report.style import COLORS, check_suffix, look, style, write
+from patchmix.report.style import COLORS, check_suffix, look, panel_grid, style, write
 from patchmix.settings import ShowCurves
 from patchmix.study.compare import stored_config
 from patchmix.study.flops import config_flops
@@ -174,16 +174,11 @@ def curves_figure(histories: Sequence[History], *, axis: str = "epochs", smoothi
     panels = data["panels"]
     if not panels:
         raise ValueError("there is nothing to draw yet: the metrics have no rows; wait for the first log line")
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.5 * columns, 2.6 * rows))
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for place, panel in zip(axes, panels, strict=False):
+    figure, axes = panel_grid(len(panels))
+    for place, panel in zip(axes, panels, strict=True):
         names = data["runs"] if len(histories) > 1 else [panel["key"]]
         _draw_panel(place, panel, names, axis, smoothing if panel["noisy"] else 0.0)
         place.set(title=panel["title"], xlabel=AXIS_LABELS[axis])
-    for place in axes[len(panels) :]:
-        place.set_axis_off()
     figure.tight_layout()
     return figure
 

@@ -64,6 +64,17 @@ def picture_grid(rows: int, columns: int, size: tuple[float, float]) -> tuple[Fi
     return figure, axes
 
 
+def panel_grid(count: int) -> tuple[Figure, list[Axes]]:
+    """A figure and the axes of `count` charts, three in a row."""
+    columns = min(3, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(3.5 * columns, 2.6 * rows))
+    axes: np.ndarray = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis in axes[count:]:
+        axis.set_axis_off()
+    return figure, list(axes[:count])
+
+
 def picture(axis: Axes, image: np.ndarray, title: str = "") -> None:
     """An image without axes, with a small title. image: (H, W, 3), uint8 or floats in [0, 1]."""
     axis.imshow(image, interpolation="nearest" if max(image.shape[:2]) < 128 else "antialiased")
