@@ -175,6 +175,14 @@ def test_a_resumed_run_ends_in_the_same_weights_and_knows_its_start(trained_run:
     assert torch.equal(ends[0].pop("neighbors"), ends[1].pop("neighbors")) and ends[0] == ends[1]
 
 
+def test_pretrain_says_where_the_weights_expect_another_normalization(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"model": "same", "recipe": "demo", "epochs": 0.5, "init_from": str(trained_run)}
+    patchmix.pretrain("shapes:64", tmp_path / "a", **SMALL | sizes)
+    assert "warning: the weights expect mean (0.4, 0.5, 0.6), std" in capsys.readouterr().out
+
+
 def test_mistakes(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in {
         ("adapt", "nothing", "shapes:64"): "does not exist",

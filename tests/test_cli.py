@@ -30,7 +30,7 @@ def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
 
 TINY = [
     *("--recipe", "demo", "--model", "vit_tiny_patch8_32", "--workers", "0", "--batch-size", "32"),
-    *("--dim", "24", "--depth", "1"),
+    *("--dim", "24", "--depth", "1", "--stem", "patch"),
     *("--head-hidden", "32", "--head-out", "16"),
     *("--monitor-bank", "64", "--monitor-queries", "32"),
 ]
@@ -100,7 +100,8 @@ def test_pretrain_leaves_a_complete_run_and_its_config_runs_again(tmp_path: Path
 
     third = patchmix.pretrain(
         "shapes:64", tmp_path / "third", recipe="demo", model="vit_tiny_patch8_32", epochs=1, batch_size=32, workers=0,
-        init_from=str(out), dim=24, depth=1, head_hidden=32, head_out=16, monitor_bank=64, monitor_queries=32,
+        init_from=str(out), dim=24, depth=1, stem="patch", head_hidden=32, head_out=16, monitor_bank=64,
+        monitor_queries=32,
     )  # fmt: skip
     assert third.encoder_path.exists()
 

@@ -123,6 +123,8 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
             projects = {name: getattr(config.runtime, name) for name in TRACKERS}
             log.track({name: project for name, project in projects.items() if project}, to_dict(config))
             log.say(_introduction(config, source, architecture, encoder, str(device)))
+            if start is not None and (start.mean, start.std) != (config.views.mean, config.views.std):
+                log.say(f"warning: the weights expect mean {start.mean}, std {start.std}; add --mean and --std")
             normal = "a loss is normal between its floor and its chance level; both are in metrics.jsonl"
             log.say(normal if state is None else f"continuing at step {state['step']}")
             train(
