@@ -90,6 +90,7 @@ SMALLER: dict[str, dict[str, str]] = {
     "evaluate": {"--shots": "2", "--draws": "1"},
     "bench": {"--steps": "1", **SMALL_NETWORK},
     "demo": {"--budget": "1s"},
+    "plan": {"--dim": "24", "--depth": "1", "--heads": "2", "--workers": "0"},
 }
 
 

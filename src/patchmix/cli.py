@@ -61,6 +61,7 @@ VERBS = {
     "show map": Verb(s.ShowMap, "patchmix.report.neighbors:show_map", alone=True),
     "report": Verb(s.Report, "patchmix.report.page:report", alone=True),
     "flops": Verb(s.Flops, "patchmix.study.flops:flops"),
+    "plan": Verb(s.Plan, "patchmix.study.plan:plan"),
     "bench": Verb(s.Bench, "patchmix.study.bench:bench", compute=True),
     "doctor": Verb(s.Doctor, "patchmix.study.doctor:doctor"),
     "recipes": Verb(s.Recipes, "patchmix.recipes:recipes"),
@@ -307,7 +308,7 @@ def with_config(settings: Any) -> Any:
 
 def _defaults(cls: type[Any], config: Config) -> Any:
     """An instance whose required options are missing, so that tyro asks for them."""
-    data = config.data if cls is s.Bench else replace(config.data, path=tyro.MISSING)
+    data = config.data if cls in (s.Bench, s.Plan) else replace(config.data, path=tyro.MISSING)
     required = {each.name: tyro.MISSING for each in fields(cls) if each.name in ("out", "ablation", "weights")}
     return cls(run=replace(config, data=data), recipe=config.recipe, **required)
 

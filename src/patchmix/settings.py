@@ -477,6 +477,22 @@ class Bench(Generic[Options]):
 
 
 @dataclass(frozen=True)
+class Plan(Generic[Options]):
+    """Estimate what a training takes on given hardware: hours, energy, memory, loader, traffic, checkpoints."""
+
+    recipe: str = "paper"  # Recipe: paper, official, fast or demo.
+    config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
+    gpus: str | None = None  # Number and kind of GPUs, such as 8xA100-80GB; docs/scale.md lists the kinds.
+    here: bool = False  # This machine instead, at the speed of a few steps that are run.
+    tflops: Above0 | None = None  # Peak TFLOP/s of one device, for other hardware.
+    memory: Above0 | None = None  # Memory of one device in GB, for other hardware.
+    utilization: Annotated[float, Interval(gt=0, le=1)] = 0.2  # Share of the peak that is reached.
+    images: Count | None = None  # Number of images; known for named sets of data.
+    image_kb: Above0 | None = None  # Mean size of an image file in KB; by default ImageNet's or CIFAR's.
+    run: RunSettings[Options] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
 class Doctor:
     """Report what would make runs faster on this machine; or of one run, how it goes and what to change first."""
 

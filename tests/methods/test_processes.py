@@ -11,11 +11,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.build import METHODS
-from patchmix.config import validate
+from patchmix.build import METHODS, build_method
+from patchmix.config import Config, validate
 from patchmix.methods.distill import Distill, Teacher
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import create_encoder
+from patchmix.recipes import start
+from patchmix.study.plan import batch_norm_bytes, traffic_of
 
 # Mixes and masks are drawn per process: where a method has them, they are switched off or fixed.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -72,10 +74,39 @@ def run(name: str, images: list[Tensor], world: int) -> dict[str, Any]:
     return {"losses": torch.stack(losses), "gradients": gradients, "buffers": dict(method.named_buffers())}
 
 
+def planned() -> Config:
+    small = {"dim": 24, "depth": 2, "heads": 2, "local_crops": 2, "local_size": 8, "mix_across": True}
+    return start(model="vit_tiny_patch4_16").replace(**SMALL | small)
+
+
+def count_bytes(rank: int) -> dict[str, int]:
+    """What a PatchMix step receives from the other process, and what both add up."""
+    config, counted = planned(), {"gathered": 0, "summed": 0}
+    method = build_method(config).train()
+    gather, reduce = distributed._all_gather, torch.distributed.all_reduce
+
+    def counting_gather(out: Tensor, x: Tensor) -> None:
+        counted["gathered"] += out.nbytes - x.nbytes
+        gather(out, x)
+
+    def counting_reduce(x: Tensor) -> None:
+        counted["summed"] += x.nbytes
+        reduce(x)
+
+    distributed._all_gather, torch.distributed.all_reduce = counting_gather, counting_reduce
+    try:
+        sizes = [16, 16, *[config.views.local_size] * config.views.local_crops]
+        method([torch.randn(4, 3, size, size) for size in sizes])["loss"].backward()
+    finally:
+        distributed._all_gather, torch.distributed.all_reduce = gather, reduce
+    return counted
+
+
 def _worker(rank: int, world: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     results = {name: run(name, [x.chunk(world)[rank] for x in views()], world) for name in NAMES}
+    results["bytes"] = count_bytes(rank)
     if rank == 0:
         torch.save(results, out)
     torch.distributed.destroy_process_group()
@@ -104,3 +135,10 @@ def test_two_processes_equal_one_with_twice_the_batch(
         assert (gradient - both["gradients"][key]).abs().max() <= 3e-5 * scale, key
     for key, buffer in one["buffers"].items():
         torch.testing.assert_close(both["buffers"][key], buffer, atol=2e-5, rtol=2e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_the_plan_knows_the_bytes_between_processes(two: dict[str, Any]) -> None:
+    traffic = traffic_of(planned(), 4, 2, low=False)
+    assert traffic.keys and traffic.mixing
+    assert two["bytes"] == {"gathered": traffic.keys + traffic.mixing, "summed": batch_norm_bytes(planned())}
+    assert traffic.batch_norm == batch_norm_bytes(planned())  # 2 (D − 1) / D is 1 for two

@@ -1,0 +1,414 @@
+"""`patchmix plan`: what a training would take on given hardware, before anything runs.
+
+Closed forms. FLOPs are exactly torch's count, memory in fp32 is within 10 % of a step's measured peak, gathered bytes
+are those of a run with two processes (tests). What concerns GPUs is reasoned from published peak numbers: nothing here
+was measured on one. n images per device, K keys over all devices, t tokens of width d.
+"""
+
+import dataclasses
+import functools
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from patchmix.build import METHODS, build_encoder
+from patchmix.config import Config, MethodConfig, ModelConfig, check_known
+from patchmix.methods.options import METHOD_OPTIONS
+from patchmix.recipes import PAPER_ROWS
+from patchmix.settings import Plan
+from patchmix.study.flops import Sizes, config_flops, encoder_flops, iteration, sizes_of
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device; peak numbers as its maker publishes them."""
+
+    name: str
+    tflops: float  # dense matrix products in bf16
+    memory_gb: float
+    link_gb_s: float  # to the other devices of a machine, one direction
+    network_gb_s: float  # to other machines, per device
+    watts: float
+    per_machine: int
+    source: str
+
+
+_DATASHEET = "NVIDIA {} datasheet"
+HARDWARE = {
+    "A100-40GB": Hardware("A100-40GB", 312, 40, 300, 25, 400, 8, _DATASHEET.format("A100 and DGX A100")),
+    "A100-80GB": Hardware("A100-80GB", 312, 80, 300, 25, 400, 8, _DATASHEET.format("A100 and DGX A100")),
+    "H100-80GB": Hardware("H100-80GB", 989, 80, 450, 50, 700, 8, _DATASHEET.format("H100 SXM and DGX H100")),
+    "H200-141GB": Hardware("H200-141GB", 989, 141, 450, 50, 700, 8, _DATASHEET.format("H200 and DGX H200")),
+    "L4-24GB": Hardware("L4-24GB", 121, 24, 32, 3, 72, 8, _DATASHEET.format("L4")),
+    "RTX4090-24GB": Hardware("RTX4090-24GB", 165, 24, 32, 3, 450, 8, "NVIDIA Ada architecture white paper"),
+    "RTX3090-24GB": Hardware("RTX3090-24GB", 71, 24, 32, 3, 350, 8, "NVIDIA GA102 architecture white paper"),
+}
+
+# DeiT-B's 300 epochs took 53 h on 8 V100s (Touvron et al. 2021): 4.05e19 FLOPs of 1.9e20 at 125 TFLOP/s are 21 %.
+UTILIZATION = 0.2
+IMAGES = {row.data: row.images for row in PAPER_ROWS} | {"shapes": 10_000}
+IMAGE_BYTES = {"imagenet": 108_000, "cifar10": 2_200, "cifar100": 2_200}  # ImageNet's training files: 138 GB
+# CPU time of an image's views, measured on one core of an AMD EPYC (AVX-512): per view and per pixel of it, and the
+# decoding of a JPEG per byte of the file; two views at 32 and 224 px and ten at 224 and 96 px within a third.
+VIEW_SECONDS, PIXEL_SECONDS, BYTE_SECONDS = 6.0e-5, 1.2e-8, 2.1e-8
+HOST_COPY_GB_S = 10.0  # device to host memory, over PCIe 4 without pinned pages
+USABLE = 0.9  # of the memory: the rest is for fragments, the CUDA context and NCCL
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    weights: int  # of encoder, heads and momentum copy
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one device sends and receives in a step; None where no closed form is known."""
+
+    gradients: int
+    keys: int | None
+    batch_norm: int | None
+    mixing: int | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All that `patchmix plan` says."""
+
+    model: str
+    method: str
+    hardware: str
+    source: str
+    devices: int
+    images: int
+    epochs: float
+    batch_size: int
+    flops_per_image: int
+    flops: float
+    utilization: float
+    hours: float
+    kwh: float
+    memory: Memory
+    memory_recomputing: Memory
+    memory_gb: float  # of the device
+    largest_batch: int  # per device
+    largest_batch_recomputing: int
+    images_per_second: float
+    loader_cores: float
+    disk_gb: float
+    read_mb_s: float
+    traffic: Traffic
+    traffic_share: float | None  # time of the traffic ÷ time of a step's FLOPs, if nothing overlaps
+    checkpoint_gb: float
+    checkpoint_stall_s: float
+
+
+def plan(settings: Plan[Any], console: Console | None = None) -> Estimate:
+    """Prints what the run would take on the hardware."""
+    found = estimate(settings)
+    _print(found, console or Console())
+    return found
+
+
+def estimate(settings: Plan[Any]) -> Estimate:
+    config, (devices, device) = settings.run, hardware_of(settings)
+    generated = re.fullmatch(r"shapes:(\d+)", config.data.path)
+    images = settings.images or (int(generated[1]) if generated else IMAGES.get(config.data.path))
+    if images is None:
+        raise ValueError(f"the number of images of {config.data.path!r} is not known here; add --images 1000000")
+    if config.train.batch_size % devices:
+        nearest = max(1, round(config.train.batch_size / devices)) * devices
+        raise ValueError(f"batch size {config.train.batch_size} does not divide among {devices} devices; "
+                         f"use --batch-size {nearest}")  # fmt: skip
+    per_image = config_flops(config)
+    if per_image is None:
+        raise ValueError(f"no closed form is known for {config.method.name} with {config.model.name}")
+    batch, n = config.train.batch_size, config.train.batch_size // devices // config.train.accumulate
+    total = per_image * images * config.train.epochs
+    hours = total / (devices * device.tflops * 1e12 * settings.utilization) / 3600
+    rate = images * config.train.epochs / hours / 3600
+    size = settings.image_kb * 1000 if settings.image_kb else IMAGE_BYTES.get(config.data.path, 108_000)
+    low = config.train.precision == "bf16" or (config.train.precision == "auto" and bool(settings.gpus))
+    plain, recomputing = (memory(config, n, low=low, recompute=r, several=devices > 1) for r in (False, True))
+    room = USABLE * device.memory_gb * 1e9
+    traffic = traffic_of(config, n, devices, low=low)
+    sent = [x for x in asdict(traffic).values() if x]
+    speed = device.link_gb_s if devices <= device.per_machine else device.network_gb_s
+    step = batch * per_image / (devices * device.tflops * 1e12 * settings.utilization)
+    state = _state_bytes(config)
+    return Estimate(
+        model=config.model.name,
+        method=config.method.name,
+        hardware=device.name,
+        source=device.source,
+        devices=devices,
+        images=images,
+        epochs=config.train.epochs,
+        batch_size=batch,
+        flops_per_image=per_image,
+        flops=total,
+        utilization=settings.utilization,
+        hours=hours,
+        kwh=hours * devices * device.watts / 1000,
+        memory=plain,
+        memory_recomputing=recomputing,
+        memory_gb=device.memory_gb,
+        largest_batch=largest_batch(config, room, low=low, recompute=False, several=devices > 1),
+        largest_batch_recomputing=largest_batch(config, room, low=low, recompute=True, several=devices > 1),
+        images_per_second=rate,
+        loader_cores=rate * view_seconds(config, size),
+        disk_gb=images * size / 1e9,
+        read_mb_s=rate * size / 1e6,
+        traffic=traffic,
+        traffic_share=sum(sent) / (speed * 1e9) / step if devices > 1 else None,
+        checkpoint_gb=state / 1e9,
+        checkpoint_stall_s=state / 1e9 / HOST_COPY_GB_S,
+    )
+
+
+def hardware_of(settings: Plan[Any]) -> tuple[int, Hardware]:
+    """The number of devices and what they are: `8xA100-80GB`, this machine as it was measured, or given numbers."""
+    count, name = 1, settings.gpus
+    if name and (found := re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", name)):
+        count, name = int(found[1]), found[2]
+    if name:
+        check_known(name, HARDWARE, "GPU")
+        device = HARDWARE[name]
+    elif settings.here:
+        device = this_machine(settings)
+    elif settings.tflops and settings.memory:
+        device = Hardware("given", settings.tflops, settings.memory, 10, 1, 0, 8, "--tflops and --memory")
+    else:
+        raise ValueError("which hardware? use --gpus 8xA100-80GB, --here, or --tflops and --memory")
+    tflops, memory = settings.tflops or device.tflops, settings.memory or device.memory_gb
+    return count, dataclasses.replace(device, tflops=tflops, memory_gb=memory)
+
+
+def this_machine(settings: Plan[Any]) -> Hardware:
+    """The rate of a few steps of the configuration here, as `patchmix bench` measures it."""
+    from patchmix.study.bench import measure_speed
+
+    config = settings.run.replace(batch_size=min(16, settings.run.train.batch_size), accumulate=1, data="shapes:64")
+    speed, flops = measure_speed(config, steps=1), config_flops(config)
+    assert flops is not None
+    pages = re.search(r"MemTotal:\s+(\d+) kB", _read("/proc/meminfo"))
+    memory = int(pages[1]) * 1024 / 1e9 if pages else 16.0
+    if speed.device != "cpu":
+        memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+    rate = speed.images_per_second * flops / settings.utilization / 1e12  # what is measured is what is reached
+    return Hardware(f"here ({speed.device})", rate, memory, 10, 1, 0, 8, "measured by a step on this machine")
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123
+            return file.read()
+    except OSError:
+        return ""
+
+
+# ------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def sizes(config: Config) -> Sizes:
+    model = config.model
+    found = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
+    dim, depth = model.dim or found.dim, model.depth or found.depth
+    return dataclasses.replace(found, dim=dim, depth=depth, in_chans=model.in_chans, stem=model.stem)
+
+
+def step_flops(config: Config, n: int) -> int:
+    """FLOPs of a PatchMix step of n images in one process, exactly as torch counts them.
+
+    `config_flops` leaves out the similarities, and counts gradients of images, which nobody computes.
+    """
+    flops, shape, options = config_flops(config), sizes(config), config.method.options
+    assert flops is not None and config.method.name == "patchmix"
+    oto, mto, mtm = options.weights
+    plain, mixed, groups = _queries(config, n)
+    crops = config.views.local_crops
+    rows = plain * bool(oto) + mixed * (bool(mto) + bool(mtm)) + mixed * groups * bool(options.region_weight)
+    rows += crops * n * 2 * 2
+    whole, small = (_embedding(s) for s in (shape, dataclasses.replace(shape, image_size=config.views.local_size)))
+    images = (plain * bool(oto) + mixed) * whole + crops * 2 * n * small
+    exact = flops * n - images + 4 * rows * n * options.head_out
+    return int(exact)
+
+
+def _queries(config: Config, n: int) -> tuple[int, int, int]:
+    """Plain and mixed images among n that are queries, and the regions of a mixed one."""
+    options = config.method.options
+    shares = [max(2, round(share * n)) for share in (options.plain_share, options.mixed_share)]
+    return shares[0], shares[1], int(np.mean(options.num_mix))
+
+
+def _embedding(shape: Sizes) -> int:
+    """The layer that sees the image."""
+    one, two = (encoder_flops(dataclasses.replace(shape, in_chans=channels)) for channels in (1, 2))
+    return shape.in_chans * (two - one)
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool = False) -> Memory:
+    """At the peak of a training step of n images on one device: the backward pass of the heads.
+
+    low: bf16 autocast; the stream of tokens between blocks, weights and moments stay fp32. several: gradients have
+    buckets that stay, as in DistributedDataParallel.
+    """
+    shape = sizes(config)
+    encoder, head, largest, copy = _parameters(config)
+    trained = encoder + head
+    weights = 4 * (trained + copy) + (2 * (trained + copy) if low else 0)  # autocast keeps casts of the weights
+    wide, narrow = 4, 2 if low else 4
+    # Of a block: its input, queries' input, q, k, v, attention's output, the MLP's input and hidden layer.
+    block = 2 * wide + (1 + 3 + 1 + 4) * narrow
+    last = wide + (1 + 2) * narrow  # of the class token alone
+    whole = 2 * wide + (1 + 3 + 1 + 1 + 8) * narrow  # without what `_lean_mlp` recomputes
+
+    def of(side: int) -> int:
+        tokens = (side // shape.patch_size) ** 2 + 1
+        kept = (shape.depth - 1) * wide + last if recompute else (shape.depth - 1) * block + last
+        return tokens * shape.dim * kept + 3 * side**2 * 4 + stem(side)  # and the image itself
+
+    def stem(side: int) -> int:
+        halvings = shape.patch_size.bit_length() - 1 if shape.stem == "conv" else 0
+        pixels = [(side >> i + 1) ** 2 * (shape.dim >> halvings - 1 - i) for i in range(halvings)]
+        return 2 * sum(pixels) * narrow  # what batch norms and ReLUs keep
+
+    steps = iteration(config.method.name, shape, asdict(config.method.options))
+    crops = config.views.local_crops * steps.local_views
+    option = {**asdict(METHOD_OPTIONS[config.method.name]()), **asdict(config.method.options)}
+    rows = steps.online_views + crops + steps.regions
+    vectors = rows * (6 * option["head_hidden"] + 4 * option["head_out"]) * narrow
+    images = 2 * 3 * shape.image_size**2 * 4 if config.method.name in ("patchmix", "sdmp") else 0  # mixed ones
+    saved = int(
+        n * (steps.online_views * of(shape.image_size) + crops * of(config.views.local_size) + vectors + images)
+    )
+    if recompute:
+        saved += n * (shape.patches + 1) * shape.dim * whole
+    gradients = 4 * trained if several else 4 * head
+    saved += 2 * largest * 4  # two more of the largest layer's gradients, while those of both views are added
+    if not several and saved + gradients < 4 * trained:
+        saved, gradients = 0, 4 * trained  # the end of the backward pass, when only gradients are left
+    return Memory(weights, gradients, 8 * trained, saved)
+
+
+def _parameters(config: Config) -> tuple[int, int, int, int]:
+    """Of the encoder, of the heads, of the heads' largest layer, and of the momentum copy."""
+    return _count(dataclasses.replace(config.model, initialization="timm", positions="learned"), config.method)
+
+
+@functools.cache
+def _count(model: ModelConfig, named: MethodConfig[Any]) -> tuple[int, int, int, int]:
+    with torch.device("meta"):
+        method = METHODS[named.name](build_encoder(model), named.options)
+    encoder = sum(p.numel() for p in method.encoder.parameters())
+    trained = {name: p.numel() for name, p in method.named_parameters() if not name.startswith("momentum_copy.")}
+    heads = {name: count for name, count in trained.items() if not name.startswith("encoder.")}
+    everything = sum(p.numel() for p in method.parameters())
+    return encoder, sum(heads.values()), max(heads.values()), everything - sum(trained.values())
+
+
+def _state_bytes(config: Config) -> int:
+    """Of a checkpoint: weights, momentum copy and two moments."""
+    encoder, head, _, copy = _parameters(config)
+    return 4 * (encoder + head + copy) + 8 * (encoder + head)
+
+
+def largest_batch(config: Config, room: float, **how: Any) -> int:
+    """Images per device whose step fits into `room` bytes; 0 if not even two do."""
+    low, high = 0, 1 << 20
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if memory(config, middle, **how).total <= room else (low, middle)
+    return low if low >= 2 else 0
+
+
+# ----------------------------------------------------------------------------------------------------- data, traffic
+
+
+def view_seconds(config: Config, file_bytes: float) -> float:
+    """CPU seconds of one image: decoding, and its views."""
+    shape, views = sizes(config), config.views
+    pixels = 2 * shape.image_size**2 + views.local_crops * views.local_size**2
+    return BYTE_SECONDS * file_bytes + VIEW_SECONDS * (2 + views.local_crops) + PIXEL_SECONDS * pixels
+
+
+def traffic_of(config: Config, n: int, devices: int, *, low: bool) -> Traffic:
+    """Of one device in one step. Gathering receives what the others have; a ring's sum sends and receives 2 (D − 1)/D
+    of its tensor.
+    """
+    encoder, head, _, _ = _parameters(config)
+    others, ring, number = devices - 1, 2 * (devices - 1) / devices, 2 if low else 4
+    gradients = int(ring * 4 * (encoder + head))
+    if config.method.name not in ("patchmix", "mocov3", "sdmp", "regioncl"):
+        return Traffic(gradients, None, None, None)
+    shape, options = sizes(config), config.method.options
+    steps = iteration(config.method.name, shape, asdict(options))
+    keys = steps.momentum_views * others * n * options.head_out * number
+    mixing = 0
+    if getattr(options, "mix_across", False):
+        pixels = 2 * shape.image_size**2 + config.views.local_crops * config.views.local_size**2
+        mixing = others * n * 3 * 4 * pixels
+    return Traffic(gradients, keys, int(ring * batch_norm_bytes(config)), mixing)
+
+
+def batch_norm_bytes(config: Config) -> int:
+    """Of the sums over processes that the heads' batch norms take in one step: two forward, two backward, fp32."""
+    options, shape = config.method.options, sizes(config)
+    steps = iteration(config.method.name, shape, asdict(options))
+    projector = 2 * options.head_hidden + options.head_out
+    predictor = options.head_hidden + options.head_out
+    batches = int(np.ceil(steps.online_views)) + (2 if config.views.local_crops else 0) + bool(steps.regions)
+    sums: int = 4 * batches * (projector + predictor) + 2 * steps.momentum_views * projector
+    return 4 * sums
+
+
+# ------------------------------------------------------------------------------------------------------------- table
+
+
+def _print(found: Estimate, console: Console) -> None:
+    def gb(size: float) -> str:
+        return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+    def parts(memory: Memory) -> str:
+        values = asdict(memory)
+        return f"{gb(memory.total)} ({', '.join(f'{name} {gb(value)}' for name, value in values.items())})"
+
+    table = Table(
+        title=f"{found.method}, {found.model}: {found.devices} × {found.hardware}", box=None, show_header=False
+    )
+    sent = {name: value for name, value in asdict(found.traffic).items() if value}
+    rows = {
+        "training": f"{found.images:,} images × {found.epochs:g} epochs, batch {found.batch_size}",
+        "FLOPs": f"{found.flops:.3g} ({found.flops_per_image / 1e9:.1f} G per image)",
+        "time": f"{found.hours:,.1f} h at {100 * found.utilization:.0f} % of the peak",
+        "energy": f"{found.kwh:,.0f} kWh at full power" if found.kwh else "–",
+        "memory per device": parts(found.memory),
+        "with --recompute": parts(found.memory_recomputing),
+        "largest batch per device": f"{found.largest_batch}; with --recompute {found.largest_batch_recomputing}",
+        "loader": f"{found.images_per_second:,.0f} images/s, {found.loader_cores:.1f} cores",
+        "data": f"{found.disk_gb:,.1f} GB, read at {found.read_mb_s:,.0f} MB/s",
+        "traffic per step": ", ".join(f"{name} {gb(value)}" for name, value in sent.items()) or "–",
+        "traffic ÷ compute": "–" if found.traffic_share is None else f"{found.traffic_share:.2f}, if nothing overlaps",
+        "checkpoint": f"{found.checkpoint_gb:.2f} GB, the loop stops for {found.checkpoint_stall_s:.2f} s",
+        "peak numbers": found.source,
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    console.print(table)
