@@ -53,7 +53,7 @@ class FakeHub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         assert isinstance(self.server, Hub)
-        self.answer({}, self.server.status)
+        self.answer({"id": "me/vit", "siblings": []}, self.server.status)
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
