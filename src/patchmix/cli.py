@@ -21,7 +21,7 @@ import tyro
 
 from patchmix import __version__
 from patchmix import settings as s
-from patchmix.config import Config, check_known, flat, from_dict, to_dict, validate
+from patchmix.config import Config, check_known, check_precision, flat, from_dict, to_dict, validate
 from patchmix.progress import OUTPUT
 from patchmix.recipes import start
 
@@ -261,6 +261,7 @@ def parse(cls: type[Any], args: list[str], prog: str) -> Any:
         parsed = _tyro(cls, args, prog)
         return validate(cls, {each.name: getattr(parsed, each.name) for each in fields(cls)})
     peeked = {name: _peek(args, name) for name in ("recipe", "config", "model", "method", "epochs")}
+    check_precision(_peek(args, "precision"))
     config = _start(cls, **peeked)
     return with_config(_tyro(cls[type(config.method.options)], args, prog, default=_defaults(cls, config)))
 

@@ -225,6 +225,8 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     check_known(name, methods, "method")
     if isinstance(method, Mapping):
         values["method"] = {"options": {}, **method}
+    if isinstance(train := values.get("train"), Mapping):
+        check_precision(train.get("precision"))
     generic: Any = Config
     config: Config = validate(generic[methods[name]], values)
     if config.optim.warmup_epochs >= config.train.epochs:
@@ -235,6 +237,13 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     if any(config.train.token_dropout) and config.method.name in ("ibot", "regioncl", "distill"):
         raise ValueError(f"train.token_dropout does not go with {config.method.name}, which compares patch tokens")
     return config
+
+
+def check_precision(name: Any) -> None:
+    if name == "fp16":
+        raise ValueError(
+            "precision is fp16, whose small gradients vanish without loss scaling; use bf16, or fp32 on GPUs without it"
+        )
 
 
 def to_yaml(config: Config) -> str:
