@@ -33,6 +33,7 @@ from patchmix.methods.regioncl import RegionCL
 from patchmix.methods.sdmp import SDMP
 from patchmix.methods.simclr import SimCLR
 from patchmix.methods.swav import SwAV
+from patchmix.nn.tokens import TokenDropout
 from patchmix.nn.vit import (
     create_encoder,
     freeze_blocks,
@@ -103,6 +104,8 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
             encoder_weights = fitted(encoder_weights, encoder)
             check_weights(encoder_weights, encoder.state_dict(), "the weights to start from do not fit the model")
             encoder.load_state_dict(encoder_weights)
+        if any(config.train.token_dropout) and not isinstance(getattr(encoder, "patch_drop", None), TokenDropout):
+            raise ValueError(f"token_dropout: {config.model.name} cannot drop tokens; leave --token-dropout out")
         encoder.set_grad_checkpointing(config.runtime.recompute)
         if config.method.name == "distill":
             return Distill(encoder, build_teacher(config), config.method.options)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import patchmix
+from patchmix.build import build_method
 from patchmix.data.sources import open_source
 from patchmix.evaluate.knn import knn
 from patchmix.interop.backbone import Architecture, Backbone
@@ -19,6 +20,7 @@ from patchmix.interop.exporting import export
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.tokens import all_tokens, class_tokens
 from patchmix.nn.vit import create_encoder, patch_tokens
+from patchmix.recipes import demo
 from patchmix.report.attention import attention_maps, encoder_and_images
 from patchmix.settings import Knn
 from tests.conftest import SMALL_RUN
@@ -83,6 +85,13 @@ def test_pretrain_evaluate_draw_and_export(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs.eval()(images), features)
     folder = export(backbone, tmp_path / "folder", "huggingface").files[0].parent
     torch.testing.assert_close(load_backbone(folder).encoder()(images), features)
+
+
+def test_rotary_encoders_refuse_token_dropout() -> None:
+    config = demo("vit_tiny_patch8_32").replace(stem="patch", region_weight=0.0, positions="learned")
+    config = config.replace(model="vit_small_patch16_dinov3", **SIZES, token_dropout=(0.5, 0.0))
+    with pytest.raises(ValueError, match="vit_small_patch16_dinov3 cannot drop tokens; leave --token-dropout out"):
+        build_method(config)
 
 
 @pytest.mark.slow
