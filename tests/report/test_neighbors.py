@@ -35,7 +35,7 @@ from patchmix.settings import ShowMap, ShowNeighbors, ShowSimilarity
 
 def knn_ranking(vectors: torch.Tensor, k: int) -> torch.Tensor:
     unit = torch.nn.functional.normalize(vectors, dim=1)
-    return knn._nearest(vectors, unit, k, first=0)[1]
+    return knn.nearest(vectors, unit, k, first=0)[1]
 
 
 def test_normalized_similarity_is_the_papers() -> None:
