@@ -36,7 +36,7 @@ def truth(run: Path, other: Path) -> list[list[list[int]]]:
     backbones = [("a", load_backbone(run)), ("b", load_backbone(other))]
     gallery = load_gallery(backbones, "shapes:64", IMAGES, device="cpu")
     return [
-        knn._nearest(vectors, torch.nn.functional.normalize(vectors, dim=1), 20, first=0)[1].tolist()
+        knn.nearest(vectors, torch.nn.functional.normalize(vectors, dim=1), 20, first=0)[1].tolist()
         for _, vectors in gallery.runs
     ]
 
