@@ -91,11 +91,12 @@ def test_the_command_asks_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     calls: list[bool] = []
     monkeypatch.setattr(allocator, "restart_with_huge_pages", lambda: calls.append(True))
     monkeypatch.chdir(tmp_path)
-    for words, times in ((["knn", "--help"], 1), (["doctor", "--help"], 1), (["--help"], 1)):
+    knn = ["knn", "nothing-here", "--data", "shapes:64"]
+    for words, times in ((["knn", "--help"], 0), (knn, 1), (["doctor", "--help"], 1), (["--help"], 1)):
         monkeypatch.setattr(sys, "argv", ["patchmix", *words])
         with suppress(SystemExit):
             main()
         assert len(calls) == times
     with pytest.raises(SystemExit):
-        main(["knn", "--help"])  # called by a program, which must not be restarted
+        main(knn)  # called by a program, which must not be restarted
     assert len(calls) == 1
