@@ -87,7 +87,7 @@ wheel: .venv/.release
 	build/wheel/bin/patchmix demo --budget 20s --out build/wheel/demo
 	$(BIN)/uvx --quiet --python $(BIN)/python $(PINS) --from dist/*.whl patchmix-ssl --version
 
-# The pictures of README and docs: make figures RUN=runs/cifar-small PHOTOS=clothing
+# The pictures of README and docs: make figures RUN=runs/fast PHOTOS=clothing
 figures: setup
 	$(BIN)/python docs/figures.py $(RUN) $(PHOTOS)
 

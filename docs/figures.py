@@ -1,4 +1,4 @@
-"""Draws the pictures of README and docs: `make figures RUN=runs/cifar-small PHOTOS=clothing`.
+"""Draws the pictures of README and docs: `make figures RUN=runs/fast PHOTOS=clothing`.
 
 The photos must be free to show; those in the repository are of a clothing set under CC0.
 """

