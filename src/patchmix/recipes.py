@@ -125,7 +125,7 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
 
 
 def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Config:
-    """`fast` on generated images, a few minutes on two CPU cores; a patch projection and AdamW suit these images better.
+    """`fast` on generated images, a few minutes on two CPU cores; patch projection and AdamW suit these images better.
 
     patchmix demo
     """
