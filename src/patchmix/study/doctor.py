@@ -230,7 +230,7 @@ def contrasts(config: Config, steps: Rows, evaluations: Rows) -> Iterator[Findin
         now, best = means[-1], means.max()
         found = f"{100 * now:.0f} % of the way from chance to floor after {100 * progress:.0f} % of the training"
         if progress < config.warmup + 0.1:
-            yield Finding(term, f"{found}: too early to judge")
+            yield Finding(term, f"{found}: too early to tell")
         elif now < STUCK:
             yield Finding(term, found, unstick(config, steps), "bad")
         elif best - now > FALLEN and not _staged(config):
