@@ -144,7 +144,7 @@ def test_a_loss_at_chance_is_bad_and_has_the_remedy_that_fits(
 
 def test_the_start_of_a_run_is_not_judged(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", until=0.1, oto=lambda p: 4.1)
-    assert one(examine_run(run), "oto").found.endswith("after 10 % of the training: too early to judge")
+    assert one(examine_run(run), "oto").found.endswith("after 10 % of the training: too early to tell")
     (run / "metrics.jsonl").write_text("")
     (finding,) = examine_run(run)
     assert "nothing logged yet" in finding.found
