@@ -24,14 +24,16 @@ def experiments() -> Any:
     return module
 
 
-@pytest.mark.parametrize("group", ["validation", "seeds", "hour", "day"])
+@pytest.mark.parametrize("group", ["seeds", "speed", "without", "small", "hour", "day"])
 def test_every_training_is_a_known_one(experiments: Any, group: str) -> None:
     seen = set()
-    for name, seed, budget, settings in experiments.rows(group):
-        flags = ["cifar10", "--out", "run", *experiments.flags(seed, budget, settings)]
+    for training in experiments.rows(group):
+        flags = ["cifar10", "--out", "run", *experiments.flags(training)]
         config = parse(Pretrain, flags, prog="patchmix pretrain").run
-        assert (config.train.seed, config.train.budget, config.recipe) == (seed, budget, "fast"), name
-        seen.add((str(config), seed))
+        assert (config.train.seed, config.train.budget) == (training.seed, training.budget)
+        assert group == "speed" or config.recipe == "fast"
+        assert (config.model.dim, config.model.depth) == (128, 4)
+        seen.add((str(config), str(training.part)))
     assert len(seen) == len(list(experiments.rows(group)))  # no two of a group are the same
 
 
@@ -59,6 +61,20 @@ def test_what_is_in_the_log_is_not_trained_again(
         (name, str(seed)) for seed in (0, 1, 2) for name in ("fast", "mocov3")
     ]
     assert [row["budget"] for row in rows] == ["10min"] * 3 + ["1min"] * 3 and len(trained) == 3
+
+
+def test_parts_of_the_training_images(experiments: Any, tmp_path: Path) -> None:
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    pq.write_table(pa.table({"label": range(50_000)}), tmp_path / "train.parquet")
+    pq.write_table(pa.table({"label": range(-9, 0)}), tmp_path / "test.parquet")
+
+    def labels(group: str) -> list[list[int]]:
+        folder = Path(experiments.cut(str(tmp_path), next(experiments.rows(group)), tmp_path / "parts"))
+        return [pq.read_table(folder / f"{name}.parquet")["label"].to_pylist() for name in ("train", "test")]
+
+    assert labels("without") == [list(range(45_000)), list(range(45_000, 50_000))]
+    assert labels("small") == [list(range(1_000)), list(range(-9, 0))]
+    assert labels("seeds") == [list(range(50_000)), list(range(-9, 0))]
 
 
 @pytest.mark.slow
