@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchmix.report.patches import patches_figure, show_patches, token_colors
+from patchmix.report.attention import patches_figure, show_patches, token_colors
 from patchmix.settings import ShowPatches
 
 

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from patchmix.mixing.blockmask import block_masks
 from patchmix.mixing.mixed import Mix, Mixed, overlap
 from patchmix.mixing.pairs import CutMix, Mixup, OneOf, Region, RegionSwap, ResizeMix, partners
 from patchmix.mixing.patchmix import PatchMix
 
 __all__ = ["MIXES", "PAIR_MIXES", "CutMix", "Mix", "Mixed", "Mixup", "OneOf", "PatchMix", "Region", "RegionSwap"]
-__all__ += ["ResizeMix", "block_masks", "create_mix", "overlap", "partners"]
+__all__ += ["ResizeMix", "create_mix", "overlap", "partners"]
 
 MIXES = ("patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap")  # the paper's Table "mix"
 PAIR_MIXES: dict[str, type[Mixup | CutMix | ResizeMix]] = {"resizemix": ResizeMix, "cutmix": CutMix, "mixup": Mixup}

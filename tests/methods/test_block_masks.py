@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from patchmix.mixing import block_masks
+from patchmix.methods.ibot import block_masks
 
 
 def draw(n: int = 2000, **options: object) -> torch.Tensor:
