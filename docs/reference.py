@@ -49,9 +49,9 @@ An unknown name or a wrong value fails with one line that suggests the nearest v
 | 130, 143 | Stopped by SIGINT or SIGTERM. The checkpoint is written. |
 """
 RUN_SETTINGS = """\
-`pretrain`, `ablate` and `bench` take these. The headings are the sections of config.yaml. Defaults are those of the
-recipe `paper` for ViT-S/16; other [recipes](recipes.md) and models change some of them. The options of the chosen
-method are listed under [method options](#method-options)."""
+`pretrain`, `adapt`, `ablate`, `plan` and `bench` take these. The headings are the sections of config.yaml. Defaults are
+those of the recipe `paper` for ViT-S/16; other [recipes](recipes.md) and models change some of them. The options of the
+chosen method are listed under [method options](#method-options)."""
 SECTIONS = {
     "data": config.DataConfig,
     "views": config.ViewsConfig,
@@ -159,7 +159,7 @@ def limits(notes: tuple[Any, ...]) -> str:
 
 
 def default(value: Any) -> str:
-    if value is None or value == ():
+    if value in (None, (), ""):
         return "–"
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -183,7 +183,8 @@ def help_texts(cls: type[Any]) -> dict[str, str]:
             below = after.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
             assert node.end_lineno is not None and node.end_col_offset is not None
             line = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
-            texts[node.target.id] = str(below.value) if below else line.partition("#")[2].strip()
+            text = str(below.value) if below else line.partition("#")[2]
+            texts[node.target.id] = " ".join(text.split())
     return texts
 
 

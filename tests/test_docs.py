@@ -266,9 +266,7 @@ def test_files_that_the_pages_name_exist() -> None:
 def test_every_method_is_described_with_a_link_to_its_options() -> None:
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     for name in METHOD_OPTIONS:
-        assert re.search(rf"^\*\*`{name}`\*\*(?:(?!\n\n).)*reference\.md#{name}\)", text, re.DOTALL | re.MULTILINE), (
-            name
-        )
+        assert re.search(rf"^\*\*\[`{name}`\]\(reference\.md#{name}\)\*\*", text, re.MULTILINE), name
 
 
 def test_the_reference_lists_the_options_of_the_code() -> None:
@@ -278,6 +276,6 @@ def test_the_reference_lists_the_options_of_the_code() -> None:
     spec.loader.exec_module(script)
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert page == script.render(), "docs/reference.md is out of date; write it again with `make reference`"
-    helps = re.findall(r"^\| `[^`]+` \| .* \| ([^|]*) \|$", page, flags=re.MULTILINE)
-    assert len(helps) > 200
-    assert not [text for text in helps if not text.endswith(".") or text[0].islower()]
+    rows = re.findall(r"^\| `.*$", page, flags=re.MULTILINE)
+    assert len(rows) > 200
+    assert not [row for row in rows if not re.search(r"\| [^a-z |][^|]*\. \|$", row)]

@@ -38,7 +38,7 @@ Above0 = Annotated[float, Gt(0)]
 class DataConfig:
     path: Annotated[Positional[str], arg(name="data", metavar="DATA")] = "shapes"
     """A name (shapes, cifar10, cifar100, imagenet), a folder of images, parquet, or .tar shards."""
-    cache_gb: NonNegative = 2.0  # Keep data in memory that decodes to less than this many GB.
+    cache_gb: NonNegative = 2.0  # Decode data once and keep it in memory if it takes less than this many GB.
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class ViewsConfig:
     local_area: tuple[float, float] = (0.05, 0.35)  # Share of the image that a small crop covers.
     local_blur: Probability = 0.5  # Probability of blur of the small crops.
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    """Mean per channel, subtracted from the pixels; empty: that of the weights to start from."""
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)  # Standard deviation per channel; empty: that of the weights.
+    """Mean per channel, subtracted from the pixels; empty for that of the initial weights."""
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)  # Standard deviation per channel; empty likewise.
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class ModelConfig:
     """The encoder. Sizes follow from the model's name unless they are given."""
 
     name: Annotated[str, arg(name="model")] = "vit_small_patch16_224"
-    """Model: vit_{tiny,small,base}_patchP_S for any patch size P and image size S, any timm ViT, or same: that of the
-    weights to start from."""
+    """Model: vit_{tiny,small,base}_patchP_S for any patch size P and image size S, any timm ViT, or same for
+    that of the initial weights."""
     init_from: str | None = None
-    """Weights to start from: a run, a file, timm:NAME or hf://USER/NAME; resampled to the image size and patch size."""
-    freeze_blocks: Annotated[int, Ge(0)] = 0  # Keep the embedding and this many of the first blocks as they are.
+    """Initial weights: a run, a file, timm:NAME or hf://USER/NAME; resampled to the image size and patch size."""
+    freeze_blocks: Annotated[int, Ge(0)] = 0  # Freeze the embedding and this many of the first blocks.
     image_size: Count | None = None  # Side of the input in pixels.
     patch_size: Count | None = None  # Side of a patch in pixels.
     in_chans: Literal[1, 3] = 3  # Input channels: 1 for grayscale, 3 for RGB.
@@ -83,17 +83,17 @@ class ModelConfig:
     depth: Count | None = None  # Number of blocks.
     heads: Count | None = None  # Number of attention heads.
     stem: Literal["patch", "conv"] = "patch"
-    """One projection per patch, or convolutions, which learn faster; timm and ONNX alone can take them over."""
-    drop_path: Share = 0.1  # Stochastic depth of the base encoder.
+    """One projection per patch, or convolutions, which learn faster; these export to timm and ONNX only."""
+    drop_path: Share = 0.1  # Stochastic depth rate of the base encoder.
     initialization: Literal["mocov3", "timm", "mimetic"] = "mocov3"
     """Initialization of the weights; mimetic is mocov3 with attention that starts like a trained one."""
     positions: Literal["learned", "sincos", "fixed-sincos"] | None = None
-    """Position embedding: random and learned, 2-d sine-cosine and learned from there, or fixed sine-cosine; by default
+    """Position embedding: learned from random values, learned from 2-d sine-cosine, or fixed sine-cosine; by default
     learned, for mocov3 fixed."""
     author_positions: bool = True
     """Resample the positions of local crops as the authors of DINO, iBOT and PatchMix do; otherwise as timm does."""
-    freeze_patch_embed: bool = False  # Keep the random patch embedding.
-    freeze_pos_embed: bool = False  # Keep the initial position embedding.
+    freeze_patch_embed: bool = False  # Freeze the random patch embedding.
+    freeze_pos_embed: bool = False  # Freeze the initial position embedding.
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class OptimConfig:
     weight_decay_end: NonNegative = 0.4  # Weight decay at the end; cosine in between.
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's betas.
     eps: Above0 = 1e-8  # AdamW's epsilon.
-    clip_grad: NonNegative = 0.0  # Largest norm of the gradients; 0 is off.
+    clip_grad: NonNegative = 0.0  # Clip gradients to this norm; 0 is off.
     encoder_lr: Annotated[float, Interval(gt=0, le=1)] = 1.0  # Factor of the encoder's learning rate.
-    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 1.0  # Factor of the encoder's learning rate per layer.
+    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 1.0  # Layer-wise decay of the encoder's learning rate.
     head_warmup: Share = 0.0
-    """Share of the training in which only the heads learn; in an equal share after it the encoder's rate rises."""
+    """Fraction of the training in which only the heads learn; the encoder's rate then rises over an equal part."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,11 @@ class TrainConfig:
     budget: str | None = None  # Wall-clock time instead of epochs, such as 45min or 2h.
     accumulate: Count = 1  # Micro-batches per optimizer step.
     token_dropout: tuple[Share, Share] = (0.0, 0.0)
-    """Fraction of the patch tokens that queries drop, at the start and at the end of the training; momentum encoders
-    see all."""
+    """Fraction of the patch tokens that queries drop, at the start and at the end; momentum encoders see all."""
     image_sizes: tuple[Count, ...] = ()
-    """Sides of both views in equal stages of the training, such as 16 24 32; by default always the model's."""
+    """Sides of both views in equal stages of the training, such as 16 24 32; by default the model's."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision; auto is bf16 on GPUs that support it.
-    seed: int = 0  # Seed of every random number of the run.
+    seed: int = 0  # Random seed.
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class RuntimeConfig:
     device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Annotated[int, Ge(0)] = 2  # Processes that load images.
     views: Literal["cpu", "device"] = "cpu"  # Where colors are augmented; results differ by rounding only.
-    log_every: Count = 10  # Steps between lines of the log.
+    log_every: Count = 10  # Steps between log entries.
     monitor_every: NonNegative = 10.0  # Epochs between evaluations; 0 evaluates at the start and the end only.
     monitor_bank: Count = 10_000  # Training images of the monitor's kNN.
     monitor_queries: Count = 2_000  # Test images of the monitor's kNN.

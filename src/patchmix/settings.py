@@ -30,29 +30,29 @@ class Pretrain(Generic[Options]):
     """Pre-train a ViT on unlabeled images."""
 
     out: Path  # The run's folder.
-    recipe: str = "paper"  # Recipe: paper, official or demo; `patchmix recipes` lists them.
+    recipe: str = "paper"  # Recipe: paper, official, fast or demo; `patchmix recipes` lists them.
     config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
-    resume: str | None = None  # Path of a checkpoint to continue from, or auto: the last one of OUT.
+    resume: str | None = None  # Checkpoint to continue from, or auto for the last one in OUT.
     devices: Count | None = None  # Processes to start on this machine: one per GPU, or sharing the CPU cores.
     run: RunSettings[Options] = field(default_factory=Config)
 
 
 @dataclass(frozen=True)
 class Adapt(Generic[Options]):
-    """Continue pre-training from given weights on your images, and keep what they know."""
+    """Continue pre-training from existing weights on your images."""
 
     weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     out: Path  # The run's folder.
     recipe: str = "adapt"  # Recipe, as for pretrain.
     config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
-    resume: str | None = None  # Path of a checkpoint to continue from, or auto: the last one of OUT.
+    resume: str | None = None  # Checkpoint to continue from, or auto for the last one in OUT.
     devices: Count | None = None  # Processes to start on this machine: one per GPU, or sharing the CPU cores.
     run: RunSettings[Options] = field(default_factory=Config)
 
 
 @dataclass(frozen=True)
 class Ablate(Generic[Options]):
-    """Train and evaluate the rows of one of the paper's ablations, or all methods, into one table."""
+    """Train and evaluate every row of one of the paper's ablations, or every method, in one table."""
 
     ablation: Positional[Literal["mix", "num-mix", "terms", "epochs", "method"]]
     """One of the paper's ablations, or method: all methods in one table."""
@@ -62,7 +62,7 @@ class Ablate(Generic[Options]):
     row_settings: UseAppendAction[Annotated[tuple[str, ...], arg(name="row-set", metavar="ROW:KEY=VALUE")]] = ()
     """Setting of one row, such as dino:clip_grad=3; may be repeated."""
     test_data: str | None = None  # Labeled images to evaluate on; by default DATA, if it has labels.
-    recipe: str = "paper"  # Recipe: paper, official or demo.
+    recipe: str = "paper"  # Recipe, as for pretrain.
     config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
     run: RunSettings[Options] = field(default_factory=Config)
 
@@ -88,7 +88,7 @@ class Evaluation:
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
     device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
-    out: Path | None = None  # Folder of results.jsonl and what is trained; by default the run's. The same call resumes.
+    out: Path | None = None  # Folder for results and trained weights; by default the run's. The same call resumes.
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class FewLabels(Evaluation):
     shots: Count | None = None  # Labeled images per class, drawn at random; by default all.
     fraction: Annotated[float, Interval(gt=0, lt=1)] | None = None
     """Share of each class's labeled images, drawn at random, instead of --shots."""
-    draws: Count = 5  # Draws of --shots or --fraction; the result is their mean.
-    seed: int = 0  # Seed of every random number.
+    draws: Count = 5  # Random draws of --shots or --fraction; the result is their mean.
+    seed: int = 0  # Random seed.
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Knn(FewLabels):
     k: tuple[Count, ...] = ()
     """Numbers of neighbors; by default 10, 20, 100 and 200 as far as the data allows. The headline is 20."""
     layers: tuple[Literal["all"] | Count, ...] = ()
-    """Numbers of blocks whose features are tested as well, or all; 1 is the first."""
+    """Blocks whose features are also evaluated, or all; 1 is the first."""
     pool: Literal["token", "mean", "pixels"] = "token"
     """The class token, the mean over patch tokens, or for comparison the pixels at 16 × 16 px."""
     workers: Workers = 0  # Processes that load images.
@@ -143,21 +143,21 @@ class Finetune(FewLabels):
     lr_per_epoch: bool = False  # Change the learning rate once per epoch, as the authors do.
     batch_size: Annotated[int, Ge(2)] | None = None  # Batch size; by default 256 up to 64 px, 1024 above.
     weight_decay: NonNegative = 0.05  # AdamW's weight decay.
-    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Factor of the learning rate from layer to layer.
-    drop_path: Share = 0.1  # Stochastic depth.
+    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Layer-wise decay of the learning rate.
+    drop_path: Share = 0.1  # Stochastic depth rate.
     rand_augment: str = "rand-m9-mstd0.5-inc1"  # RandAugment policy in timm's notation.
     erasing: Probability = 0.25  # Probability of random erasing.
     mixup: NonNegative = 0.8  # Alpha of Mixup; 0 is off.
     cutmix: NonNegative = 1.0  # Alpha of CutMix; 0 is off.
     label_smoothing: Share = 0.1  # Label smoothing.
-    ema_decay: Share = 0.99996  # Decay of the average of the weights.
+    ema_decay: Share = 0.99996  # Decay of the moving average of the weights.
 
 
 @dataclass(frozen=True)
 class Detect:
     """Evaluate an encoder by Mask R-CNN on COCO: object detection and instance segmentation.
 
-    The defaults are the paper's ("as MAE"): FPN, 1024 × 1024 px, 100 epochs; what it leaves open is as in ViTDet.
+    The defaults are the paper's ("as MAE"): FPN, 1024 × 1024 px, 100 epochs; the rest is as in ViTDet.
     """
 
     weights: Weights
@@ -189,9 +189,9 @@ class Detect:
     lr: Above0 = 1e-4  # Learning rate, not scaled with the batch.
     warmup_steps: Annotated[int, Ge(0)] = 250  # Steps of linear warm-up.
     weight_decay: NonNegative = 0.1  # AdamW's weight decay.
-    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Factor of the learning rate from layer to layer.
-    drop_path: Share = 0.1  # Stochastic depth.
-    clip_grad: NonNegative = 0.0  # Largest norm of the gradients; 0 is off.
+    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Layer-wise decay of the learning rate.
+    drop_path: Share = 0.1  # Stochastic depth rate.
+    clip_grad: NonNegative = 0.0  # Clip gradients to this norm; 0 is off.
     scale: tuple[float, float] = (0.1, 2.0)  # Range of large-scale jitter; 1 fits the image to the input.
     flip: bool = True  # Flip half of the images.
     rois_per_image: Annotated[int, Ge(4)] = 512  # Region proposals per image in training.
@@ -200,7 +200,7 @@ class Detect:
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
     device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
-    seed: int = 0  # Seed of every random number.
+    seed: int = 0  # Random seed.
 
 
 @dataclass(frozen=True)
@@ -209,46 +209,46 @@ class Segment:
 
     weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     data: Path  # A folder with images and masks of class indices, as in Pets, CamVid or ADE20K, or COCO's.
-    out: Path | None = None  # Folder of results.jsonl and what is trained; by default the run's. The same call resumes.
+    out: Path | None = None  # Folder for results and trained weights; by default the run's. The same call resumes.
     protocol: Literal["full", "fast"] = "full"
     """Training on random crops and testing on whole images, or both on stored tokens of center crops."""
     finetune: bool = False  # Train the encoder, too.
     blocks: tuple[int, ...] = (-1,)  # Blocks whose patch tokens are concatenated; 0 is the first, -1 the last.
     image_size: Count | None = None
-    """Side of training crops and shorter side of test images; by default the encoder's image size."""
+    """Side of training crops and shorter side of test images; by default the encoder's."""
     ignore_index: tuple[int, ...] = (255,)  # Indices in masks that are neither learned nor counted.
-    class_names: Path | None = None  # A file with a class name in each line, or with INDEX NAME in each line.
-    test: str | None = None  # Name of the test split; by default the first there is of val, validation and test.
+    class_names: Path | None = None  # A file with NAME or INDEX NAME in each line.
+    test: str | None = None  # Name of the test split; by default val, validation or test.
     epochs: Above0 | None = None  # Passes over the training images; by default 20, with fast as many as needed.
     batch_size: Count = 32  # Images per optimizer step, over all processes.
     lr: Above0 | None = None  # Learning rate of AdamW; by default 1e-2, with --finetune 5e-4.
     weight_decay: NonNegative = 1e-4  # AdamW's weight decay.
-    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # With --finetune: factor of the rate per layer.
+    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Layer-wise decay of the rate, with --finetune.
     pictures: Annotated[int, Ge(0)] = 8  # Number of test images to draw with truth and prediction.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
     device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
-    seed: int = 0  # Seed of every random number.
+    seed: int = 0  # Random seed.
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Evaluate encoders by everything cheap on several data sets, next to the untrained network and raw pixels."""
+    """Evaluate encoders on several datasets by all cheap protocols, next to an untrained network and raw pixels."""
 
     runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
-    data: tuple[str, ...]  # Labeled images; folders with masks, too, or only with masks, are segmented.
+    data: tuple[str, ...]  # Labeled images; folders with masks are also segmented.
     out: Path = Path("evaluation")  # Folder of results and table. The same call resumes.
     protocols: tuple[Literal["knn", "linear", "few-shot", "attentive", "segment"], ...] = ()
-    """By default all: kNN, the fast linear protocol with all labels and with few, attentive probe, segmentation."""
+    """Protocols; by default all."""
     all_steps: bool = False  # Evaluate every kept checkpoint of the runs, and draw the curve.
     baselines: bool = True  # Evaluate the untrained networks and raw pixels, too.
     shots: Count = 5  # Labeled images per class of few-shot.
-    draws: Count = 5  # Draws of these images; the result is their mean.
+    draws: Count = 5  # Random draws of these images; the result is their mean.
     ignore_index: tuple[int, ...] = (255,)  # Indices in masks that are neither learned nor counted.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
     device: Device = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 0  # Processes that load images.
-    seed: int = 0  # Seed of every random number.
+    seed: int = 0  # Random seed.
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Embed:
 
     weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     data: str  # Images, labeled or not.
-    out: Path  # A .parquet (path, label, vector), or a .npy of vectors with paths and labels in a .csv beside it.
+    out: Path  # A .parquet (path, label, vector), or a .npy of vectors with paths and labels in a .csv next to it.
     split: Literal["train", "test"] = "train"  # Split of DATA.
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
     resize: Count | None = None  # Shorter side before the center crop.
@@ -281,19 +281,19 @@ class Shards:
     """Write data as tar shards with an index, for data that is large or remote."""
 
     data: Data  # A name, a folder of images, parquet, or other shards.
-    out: Path  # Folder to write to: empty, or with the shards of the same interrupted call.
+    out: Path  # Folder to write to: empty, or from the same interrupted call.
     split: Split = None  # Split to write; by default all.
     shard_size: str | None = None  # Approximate size of a shard; by default 256MB.
     per_shard: Count | None = None  # Images per shard, instead of a size.
     workers: Count = 4  # Threads that read images.
     quality: Annotated[int, Interval(ge=1, le=100)] | None = None
-    """Quality of JPEG to write; by default files keep their bytes, and generated images become PNG."""
+    """JPEG quality; by default files keep their bytes, and generated images become PNG."""
     shuffle: bool = True  # Write in random order, as training from shards needs.
 
 
 @dataclass(frozen=True)
 class Import:
-    """Import another project's encoder; afterwards every command works on OUT as on a run."""
+    """Import another project's encoder. Every command then works on OUT as on a run."""
 
     checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT")]
     """Checkpoint of the authors' PatchMix, MoCo v3, DINO, iBOT, MAE, timm or torchvision."""
@@ -308,14 +308,12 @@ class Import:
 
 @dataclass(frozen=True)
 class Export:
-    """Write an encoder for another program, and print the lines that open it there."""
+    """Write an encoder for another program, and print the lines that load it there."""
 
     weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     out: Path  # A file, or a folder for huggingface.
     format: Literal["timm", "torchvision", "huggingface", "onnx"] = "timm"  # Format to write.
-    license: str | None = (
-        None  # License of the weights for the model card, such as cc-by-4.0; by default none is named.
-    )
+    license: str | None = None  # License of the weights in the model card, such as cc-by-4.0.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
     overwrite: bool = False  # Replace an existing file.
 
@@ -325,12 +323,10 @@ class Push:
     """Upload an encoder with a model card to the Hugging Face Hub; without --send only show what would be sent."""
 
     weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, or timm:NAME.
-    repo: Annotated[Positional[str], arg(metavar="USER/NAME")]  # Repository on the Hub; made if it does not exist.
+    repo: Annotated[Positional[str], arg(metavar="USER/NAME")]  # Repository on the Hub; created if it does not exist.
     send: bool = False  # Upload; otherwise nothing leaves this machine.
     private: bool = False  # Make a new repository private.
-    license: str | None = (
-        None  # License of the weights for the model card, such as cc-by-4.0; by default none is named.
-    )
+    license: str | None = None  # License of the weights in the model card, such as cc-by-4.0.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
 
 
@@ -342,7 +338,7 @@ class ShowMix:
     """Draw originals and their mixes, every patch framed in the color of its original."""
 
     data: Data  # Images, as for pretrain.
-    out: Path = Path("mix.png")  # A .png, .svg or .pdf; the target matrices go beside it, as NAME-targets.
+    out: Path = Path("mix.png")  # A .png, .svg or .pdf; the target matrices are written to NAME-targets.
     mix: str = "patchmix"  # Mix: patchmix, mixup, cutmix, cutmix+mixup, resizemix or regionswap.
     num_mix: Count = 3  # Images per mix, M.
     patch_size: Count = 8  # Side of a patch in pixels of the picture.
@@ -353,7 +349,7 @@ class ShowMix:
 
 @dataclass(frozen=True)
 class ShowCurves:
-    """Draw losses between floor and chance, kNN, rank, rates and speed of one or several runs."""
+    """Draw losses between floor and chance, kNN, rank, schedules and speed of one or several runs."""
 
     runs: Runs  # Run folders.
     out: Path = Path("curves.png")  # A .png, .svg or .pdf.
@@ -363,7 +359,7 @@ class ShowCurves:
 
 @dataclass(frozen=True)
 class ShowSimilarity:
-    """Draw how similar one or several encoders find some images (the paper's similarity figure)."""
+    """Draw the similarity of some images according to one or several encoders (the paper's figure)."""
 
     runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
     data: str  # The images to compare.
@@ -455,7 +451,7 @@ class Recipes:
 
 @dataclass(frozen=True)
 class Flops:
-    """Print parameters and FLOPs of one training iteration, beside the paper's."""
+    """Print parameters and FLOPs of one training iteration, next to the paper's."""
 
     method: str | None = None  # Method, as for pretrain; by default all.
     model: str | None = None  # Model: vit_{tiny,small,base}_patchP_S; by default the paper's for CIFAR.
@@ -463,14 +459,14 @@ class Flops:
     image_size: Count | None = None  # Image size, if not the model's.
     local_crops: Annotated[int, Ge(0)] | None = None  # Small crops for multi-crop.
     local_size: Count | None = None  # Side of the small crops.
-    count: bool = False  # Add torch's own count, which takes seconds per row.
+    count: bool = False  # Add torch's own count; takes seconds per row.
 
 
 @dataclass(frozen=True)
 class Bench(Generic[Options]):
-    """Measure training speed: images per second, share of the machine's best, phases, memory."""
+    """Measure training speed: images per second, share of the machine's peak, phases, memory."""
 
-    recipe: str = "paper"  # Recipe: paper, official or demo.
+    recipe: str = "paper"  # Recipe, as for pretrain.
     config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
     steps: Count = 5  # Steps to measure, after one warm-up step.
     run: RunSettings[Options] = field(default_factory=Config)
@@ -480,21 +476,21 @@ class Bench(Generic[Options]):
 class Plan(Generic[Options]):
     """Estimate what a training takes on given hardware: hours, energy, memory, loader, traffic, checkpoints."""
 
-    recipe: str = "paper"  # Recipe: paper, official, fast or demo.
+    recipe: str = "paper"  # Recipe, as for pretrain.
     config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
     gpus: str | None = None  # Number and kind of GPUs, such as 8xA100-80GB; docs/scale.md lists the kinds.
-    here: bool = False  # This machine instead, at the speed of a few steps that are run.
+    here: bool = False  # This machine, at the speed measured over a few steps.
     tflops: Above0 | None = None  # Peak TFLOP/s of one device, for other hardware.
     memory: Above0 | None = None  # Memory of one device in GB, for other hardware.
     utilization: Annotated[float, Interval(gt=0, le=1)] = 0.2  # Share of the peak that is reached.
-    images: Count | None = None  # Number of images; known for named sets of data.
+    images: Count | None = None  # Number of images; known for named datasets.
     image_kb: Above0 | None = None  # Mean size of an image file in KB; by default ImageNet's or CIFAR's.
     run: RunSettings[Options] = field(default_factory=Config)
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Report what would make runs faster on this machine; or of one run, how it goes and what to change first."""
+    """Say what would make runs faster on this machine, or what to change first in one run."""
 
     folder: Annotated[Positional[Path | None], arg(name="run", metavar="RUN")] = None
     """The run to examine, finished or not; by default the machine."""

@@ -19,12 +19,12 @@ class PatchMixOptions:
     num_mix: int | tuple[int, ...] = 3  # M, images per mix; each step draws one of several values.
     num_mix_stages: bool = False  # Take the values of num_mix in turn, each for an equal part of the training.
     mix_blocks: tuple[Count, ...] = (1,)
-    """Side of the mixed blocks in patches; several values take equal parts of the training, such as 4 2 1."""
+    """Side of the mixed blocks in patches; several values, such as 4 2 1, take equal parts of the training."""
     temperature: Temperature = 0.2  # Temperature τ.
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # Weights of origin-to-origin, mix-to-origin and mix-to-mix.
     region_weight: Annotated[float, Ge(0)] = 0.0
-    """Weight of region-to-origin: each original's part of a mixed image has a class token, a query for its key."""
-    mixed_ramp: Fraction = 0.0  # Part of the training over which the weights of the mixed terms rise from 0.
+    """Weight of region-to-origin: in a mixed image, each original has a class token of its own, a query for its key."""
+    mixed_ramp: Fraction = 0.0  # Fraction of the training over which the weights of the mixed terms rise from 0.
     directions: Literal["paper", "shared", "symmetric"] = "paper"
     """The paper mixes view 1 and contrasts plain queries of view 2 with keys of view 1. With shared, all queries are of
     view 1 and all keys of view 2, which saves a pass; symmetric adds the opposite of the paper's direction."""
@@ -34,7 +34,7 @@ class PatchMixOptions:
     mix_across: bool = False  # Mix over the batch of all processes, not per process.
     label_smoothing: Fraction = 0.0  # Label smoothing of origin-to-origin.
     mixed_query: Literal[1, 2] = 1  # The view that is mixed to make the query.
-    momentum_encoder: bool = True  # Compute keys by a momentum encoder, otherwise by the encoder itself.
+    momentum_encoder: bool = True  # Compute keys with a momentum encoder; otherwise with the encoder itself.
     momentum: Fraction = 0.996  # Momentum μ at the start; it rises to 1 by a cosine.
     momentum_stages: Annotated[int, Ge(0)] = 0  # Raise μ in this many equal stages; 0 raises it every step.
     momentum_update: Literal["after_step", "before_keys"] = "after_step"  # When the momentum encoder is updated.
@@ -111,10 +111,7 @@ class IBOTOptions:
     mask_probability: Fraction = 0.5  # Probability that a view is masked.
     mask_ratio: tuple[Fraction, Fraction] = (0.1, 0.5)  # Range of the fraction of masked patches.
     student_temperature: Temperature = 0.1  # Temperature of the student, τ_s.
-    teacher_temperature: tuple[Temperature, Temperature] = (
-        0.04,
-        0.07,
-    )  # Teacher τ_t of class tokens: start, end.
+    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t of class tokens.
     teacher_patch_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t of patch tokens.
     teacher_warmup: Fraction = 0.1  # Fraction of the training in which both τ_t rise.
     center_momentum: Fraction = 0.9  # Momentum of the center of class tokens, m.
@@ -131,7 +128,7 @@ class IBOTOptions:
 class SDMPOptions:
     """SDMP, with the authors' defaults for ViT."""
 
-    mix: Literal["resizemix", "cutmix", "mixup", "all"] = "resizemix"  # The mix; "all" draws one of the three per step.
+    mix: Literal["resizemix", "cutmix", "mixup", "all"] = "resizemix"  # The mix; all draws one of the three per step.
     pasted_area: tuple[Fraction, Fraction] = (0.1, 0.9)  # Range of the fraction of an image that ResizeMix pastes over.
     weights: tuple[float, float, float] = (1.0, 0.5, 0.5)  # Weights of source-to-source, mix-to-source and mix-to-mix.
     temperature: Temperature = 0.2  # Temperature τ.
