@@ -257,7 +257,7 @@ def test_without_labels(images: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"seeds": [0, 0]}, "each of them once"),
+        ({"seeds": [0, 0]}, "without repeats"),
         ({"seeds": []}, "at least one"),
         ({"budget": "1min"}, "give one of them"),
         ({"num_mix": 4}, "is what ablation 'num-mix' varies"),

@@ -315,5 +315,5 @@ def test_hostile_checkpoints(
 
 
 def test_python_calls_take_no_more_values_than_have_a_place() -> None:
-    with pytest.raises(TypeError, match="3 positional arguments; these have a place: data, out"):
+    with pytest.raises(TypeError, match="3 positional arguments; allowed are data, out"):
         from_keywords(Pretrain, "shapes", "runs/a", "paper")

@@ -1,4 +1,4 @@
-"""`patchmix ablate`: trains and evaluates every row of an ablation, continues where it stopped, keeps the table."""
+"""`patchmix ablate`: trains and evaluates every row of an ablation, and continues where it stopped."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
     every_row = rows_of(settings.ablation, METHOD_OPTIONS)
     chosen = choose_rows(every_row, settings.rows)
     if not seeds or len(set(seeds)) != len(seeds):
-        raise ValueError(f"seeds are {list(seeds)}; give at least one, each of them once")
+        raise ValueError(f"seeds are {list(seeds)}; give at least one, without repeats")
     configs = row_configs(settings, every_row)  # every mistake is found before the long part
     planned = [
         (AblationRun(row.name, seed, str(out / f"{row.name}-seed{seed}")), configs[row.name].replace(seed=seed))
@@ -189,15 +189,15 @@ def open_test_data(test_data: str | Path | None, data: str | Path, console: Cons
     except ValueError as error:
         if test_data is not None:
             raise
-        console.print(f"rows are not evaluated, only their health is shown: {error}", soft_wrap=True, markup=False)
+        console.print(f"no evaluation, only rank and mean cosine: {error}", soft_wrap=True, markup=False)
         return None
-    test = "each by the others" if labeled.test is None else f"{len(labeled.test):,} test images"
+    test = "each image against all others" if labeled.test is None else f"{len(labeled.test):,} test images"
     console.print(f"evaluated on {labeled.train.name}: {labeled.classes} classes, {test}", soft_wrap=True, markup=False)
     return labeled
 
 
 def evaluate(run: Run, labeled: Labeled, data: str, config: Config) -> dict[str, Result]:
-    """kNN and the fast linear protocol, from results.jsonl where they are there already."""
+    """kNN and the fast linear protocol, from results.jsonl where they are stored already."""
     backbone, tested = run.load(), labeled.with_test()
     ks = fitting_ks(len(labeled.train) - int(labeled.test is None))
     common = {"layer": LAYERS["token"], "resize": usual_resize(backbone.architecture.image_size)}

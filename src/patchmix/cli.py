@@ -281,7 +281,7 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
 
 
 def _with_named_data(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Data sets, arrays and lists of files have names from here on; paths are text."""
+    """Datasets, arrays and lists of files have names from here on; paths are text."""
     keywords = {k: str(v) if k in ("weights", "data") and isinstance(v, Path) else v for k, v in keywords.items()}
     if isinstance(keywords.get("data"), str | None):
         return keywords
@@ -292,7 +292,7 @@ def _with_named_data(keywords: dict[str, Any]) -> dict[str, Any]:
 
 def _by_position(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
     if len(values) > len(names):
-        raise TypeError(f"{len(values)} positional arguments; these have a place: {', '.join(names)}")
+        raise TypeError(f"{len(values)} positional arguments; allowed are {', '.join(names)}")
     return dict(zip(names, values, strict=False))
 
 

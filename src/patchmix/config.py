@@ -234,7 +234,7 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     if config.train.budget is not None:
         parse_minutes(config.train.budget)
     if any(config.train.token_dropout) and config.method.name in ("ibot", "regioncl", "distill"):
-        raise ValueError(f"train.token_dropout does not go with {config.method.name}, which compares patch tokens")
+        raise ValueError(f"train.token_dropout does not work with {config.method.name}, which compares patch tokens")
     return config
 
 

@@ -1,4 +1,4 @@
-"""`patchmix demo`: the whole way from generated images to an evaluated encoder and figures, in minutes, offline."""
+"""`patchmix demo`: from generated images to an evaluated encoder and figures, in minutes, offline."""
 
 import time
 from pathlib import Path

@@ -83,7 +83,7 @@ def fresh_store(store: Store, me: int, world: int, timeout: timedelta) -> Store:
     """A part of `store` that only ranks which were started together use.
 
     torchrun's store outlives a restart and still holds the addresses of the ranks before it. So each rank publishes a
-    nonce; rank 0 echoes all of them beside a name for the part, until every rank has found its own nonce in the echo
+    nonce; rank 0 echoes all of them with a name for the part, until every rank has found its own nonce in the echo
     and acknowledged the name.
     """
     nonce, echo, acknowledged = "patchmix/nonce/{}", "patchmix/echo", "patchmix/acknowledged/{}"

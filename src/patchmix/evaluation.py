@@ -1,4 +1,4 @@
-"""`patchmix evaluate`: everything cheap, of several encoders on several sets of data, in one table."""
+"""`patchmix evaluate`: all cheap protocols, several encoders, several datasets, one table."""
 
 import csv
 import io
@@ -76,10 +76,10 @@ class Score:
 
 
 def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
-    """Evaluates every encoder on every set of data, prints the table and writes evaluation.md and .csv to `out`.
+    """Evaluates every encoder on every dataset, prints the table and writes evaluation.md and .csv to `out`.
 
-    Each image passes an encoder once, for all protocols. Results are kept in `out`/results.jsonl; the same call goes on
-    with what is missing. With `all_steps` there is a row for each checkpoint, and evaluation.png shows the curves.
+    Each image passes an encoder once, for all protocols. Results are kept in `out`/results.jsonl; the same call adds
+    what is missing. With `all_steps` there is a row for each checkpoint, and evaluation.png shows the curves.
     """
     if not settings.runs or not settings.data:
         raise ValueError("there is nothing to evaluate; give at least one run's folder, and its data by --data")
@@ -165,7 +165,7 @@ def open_set(name: str, settings: Evaluate) -> DataSet:
 
 @dataclass(frozen=True)
 class Job:
-    """One protocol for one encoder and set of data."""
+    """One protocol for one encoder and dataset."""
 
     protocol: str  # a key of TITLES
     task: Task
@@ -210,16 +210,14 @@ def jobs_of(settings: Evaluate, entry: Entry, data: DataSet, device: torch.devic
 def evaluate_one(
     settings: Evaluate, entry: Entry, data: DataSet, known: Sequence[Result], device: torch.device, console: Console
 ) -> list[Score]:
-    """The scores of one encoder on one set of data; what is not known is evaluated."""
+    """The scores of one encoder on one dataset; what is not known is evaluated."""
     found: dict[str, Result] = {}
     missing: list[Job] = []
     wanted: dict[str, tuple[Any, list[str]]] = {}  # by fingerprint: protocols share images
     for job in jobs_of(settings, entry, data, device):
         extractor = job.task.extractor()
         if extractor.pool == "patches" and max(map(extractor.patch_bytes, job.sources())) > MOST_BYTES:
-            console.print(
-                f"{data.name} has too many patch tokens for {job.protocol}, which is left out", soft_wrap=True
-            )
+            console.print(f"{data.name} has too many patch tokens for {job.protocol}; it is skipped", soft_wrap=True)
         elif (result := job.finds(known)) is not None:
             found[job.protocol] = result
         else:
@@ -289,7 +287,7 @@ def write_files(scores: Sequence[Score], settings: Evaluate) -> list[Path]:
 
 @style()
 def curves(scores: Sequence[Score], settings: Evaluate) -> Figure:
-    """A panel for each set of data and protocol: the runs' checkpoints with intervals, and pixels as a line."""
+    """A panel for each dataset and protocol: the runs' checkpoints with intervals, and pixels as a line."""
     panels: dict[tuple[str, str], list[Score]] = {}
     for score in scores:
         panels.setdefault((score.data, score.protocol), []).append(score)

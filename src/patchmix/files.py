@@ -29,7 +29,7 @@ def same_bytes(a: Path, b: Path) -> bool:
 
 @contextmanager
 def replacing(path: Path, *, overwrite: bool = True, same: Callable[[Path, Path], bool] = same_bytes) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; once it is complete and on disk it becomes `path`, on failure it vanishes.
+    """Yields a temporary path next to `path`; once complete and on disk it becomes `path`, on failure it is removed.
 
     Without `overwrite` a `path` with other content, as `same` sees it, stays as it is and a ValueError says so.
     """

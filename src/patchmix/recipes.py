@@ -143,7 +143,7 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
 
 
 def adapt(model: str = "same", epochs: float | None = None) -> Config:
-    """Goes on from weights that are good already: heads first, then the encoder with a low learning rate that falls
+    """Continues from good weights: heads first, then the encoder with a low learning rate that falls
     from layer to layer. docs/adapt.md has results.
 
     patchmix adapt timm:vit_small_patch14_dinov2 photos --out runs/adapted --image-size 224
@@ -231,7 +231,7 @@ PAPER_ROWS = (
 )
 
 
-# 10⁹ FLOPs of training per image, forward and backward over all views, with attention. A test computes them anew; here
+# 10⁹ FLOPs of training per image, forward and backward over all views, with attention. A test computes them again; here
 # they are stored, because computing them takes torch and seconds.
 GFLOPS = {
     "paper": {

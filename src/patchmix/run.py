@@ -58,7 +58,7 @@ class Run:
         return self.path / "encoder.safetensors"
 
     def load(self, encoder: Literal["base", "momentum"] = "base") -> Backbone:
-        """The trained encoder with all that its users must know; `.embed(images)` gives features."""
+        """The trained encoder with its architecture and normalization; `.embed(images)` gives features."""
         return load_backbone(self.path, encoder=None if encoder == "base" else encoder)
 
     def encoder(self) -> VisionTransformer:
@@ -82,17 +82,17 @@ class Run:
 
 
 def run_pretrain(settings: Pretrain) -> Run:
-    """Pre-trains as the settings say, and leaves everything in the folder `out`."""
+    """Pre-trains with these settings in the folder `out`."""
     return run_config(settings.run, settings.out, resume=settings.resume)
 
 
 def run_adapt(settings: Adapt) -> Run:
-    """Pre-trains from given weights; the same as `pretrain` with `init_from` and the recipe `adapt`."""
+    """Pre-trains from existing weights; the same as `pretrain` with `init_from` and the recipe `adapt`."""
     return run_config(settings.run.replace(init_from=settings.weights), settings.out, resume=settings.resume)
 
 
 def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -> Run:
-    """Trains what `config` says in the folder `out`, from the start or from a checkpoint."""
+    """Trains `config` in the folder `out`, from the start or from a checkpoint."""
     device = resolve_device(config.runtime.device)
     if device.type == "cpu":
         (return_freed_memory if config.runtime.recompute else keep_freed_memory)()

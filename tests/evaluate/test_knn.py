@@ -203,7 +203,7 @@ def test_every_block_in_one_pass(backbone: Backbone, monkeypatch: pytest.MonkeyP
     assert 0 < first.metrics["top1 of block 1"] < 1 and first.details["best_block"] == 1
     with pytest.raises(ValueError, match="--layers 3: the encoder has 2 blocks; use numbers from 1 to 2, or all"):
         knn.knn(Knn("", "shapes:150", layers=(1, 3)), backbone)
-    with pytest.raises(ValueError, match="--layers asks for features of blocks, which --pool pixels has none of"):
+    with pytest.raises(ValueError, match="--layers needs the blocks of an encoder, which --pool pixels does not use"):
         knn.knn(Knn("", "shapes:150", layers=(1,), pool="pixels"), backbone)
 
 

@@ -354,7 +354,7 @@ def no_masks(root: Path) -> None:
     ("change", "options", "message"),
     [
         (smaller_mask, [], "3.png is 32 × 47 px, the image 32 × 48; give masks of their images' size"),
-        (colored_mask, [], "masks/test/101.png is no mask (it has RGB colors)"),
+        (colored_mask, [], "masks/test/101.png is not a mask (it has RGB colors)"),
         (index_of_the_test_only, [], "101.png has index 77, but there are 3 classes, 4 … 9; set --class-names"),
         (lambda root: None, ["--class-names", "two.txt"], "has index 9, but there are 2 classes, 0 … 1"),
         (lambda root: (root / "masks/train/5.png").unlink(), [], "images/train/5 has no mask; expected"),
@@ -364,7 +364,7 @@ def no_masks(root: Path) -> None:
             "test has no masks; put",
         ),
         (lambda root: shutil.rmtree(root / "masks"), [], "has no images with masks; expected images/train"),
-        (lambda root: (root / "masks/train/0.png").write_bytes(b"no"), [], "masks/train/0.png is no mask"),
+        (lambda root: (root / "masks/train/0.png").write_bytes(b"no"), [], "masks/train/0.png is not a mask"),
         (lambda root: None, ["--ignore-index", "4", "7", "255"], "have the classes [9], without the ignored"),
         (lambda root: None, ["--test", "val"], "has no split 'val' with images and masks; it has test"),
         (lambda root: None, ["--blocks", "2"], "block is 2; it must lie between -2 and 1"),

@@ -99,7 +99,7 @@ def list_images(root: Path) -> list[bytes]:
 
 
 def class_names(root: Path) -> tuple[str, ...] | None:
-    """The sub-folders of `root`, sorted, or None when there are none or when images lie beside them."""
+    """The sub-folders of `root`, sorted, or None when there are none or when images are next to them."""
     names = []
     for entry in os.scandir(root):
         if entry.name.startswith("."):

@@ -1,7 +1,7 @@
 """Sources + transforms → batches: in which order samples come, which process sees which, what workers do.
 
 The order of an epoch is a pure function of (seed, epoch); see randomness.py. A global batch is cut into micro-batches,
-so that any number of processes and accumulation steps sees the same global batches, and a run can go on at any step.
+so that any number of processes and accumulation steps sees the same global batches, and a run can continue at any step.
 """
 
 import atexit
@@ -238,7 +238,7 @@ def _run(
 
 
 def _next_batch(batches: "Iterator[Batch | ValueError]", minutes: float) -> Batch | ValueError | None:
-    """None at the end. The iterator raises at each look; called again after that, it goes on waiting."""
+    """None at the end. The iterator raises at each look; called again after that, it keeps waiting."""
     for _ in range(_LOOKS):
         try:
             return next(batches, None)

@@ -100,7 +100,7 @@ class ParquetSource:
                 self._groups.move_to_end(group)
                 return self._groups[group]
             file, number = self._owners[group]
-            # Opened anew each time: a handle shared with a forked parent would share its position.
+            # Opened again each time: a handle shared with a forked parent would share its position.
             table = _open(self._files[file]).read_row_group(number, columns=[self._image_column], use_threads=False)
             column = table.column(0).combine_chunks()
             if isinstance(column, pa.ChunkedArray):

@@ -23,7 +23,7 @@ from patchmix.progress import progress_bar
 
 PREFIX = "python:"
 _GIVEN: dict[str, dict[str, Source]] = {}
-_SAMPLED = 64  # images that a data set of unknown content is recognized by
+_SAMPLED = 64  # images that a dataset of unknown content is recognized by
 
 
 def name_of(data: Any) -> str:
@@ -62,7 +62,7 @@ def _source(data: Any, split: str) -> Source:
         return _dataset(data, title)
     raise ValueError(
         f"data is a {type(data).__name__}; it must be a name or path, an array of images, a list of image files, or a "
-        "data set with a length and items that are images or (image, label)"
+        "dataset with a length and items that are images or (image, label)"
     )
 
 
@@ -134,7 +134,7 @@ def _dataset(data: Any, title: str) -> Source:
 
 
 class Items:
-    """Images that a function gives by their position; one call at a time, as not every data set bears several."""
+    """Images that a function gives by their position; one call at a time: not every dataset supports more."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ UInt64s = npt.NDArray[np.uint64]
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-_MOST_LANES = 8  # so many processes can read from groups of their own
+_MOST_LANES = 8  # processes that can read from groups of their own
 
 
 def _scramble(state: UInt64s) -> UInt64s:

@@ -77,7 +77,7 @@ def find_shards(data: str) -> dict[Split, list[str]]:
 
 
 def shards_in(root: Path) -> dict[Split, list[str]]:
-    """The shards of a local folder, by split; {} where images lie beside them, or where there are none."""
+    """The shards of a local folder, by split; {} where images are next to them, or where there are none."""
     splits = files_in(root, ".tar")
     folders = {root, *(Path(name).parent for names in splits.values() for name in names)}
     beside = [path.name for folder in folders for path in folder.iterdir()]
@@ -141,7 +141,7 @@ def _matches(name: str) -> list[str]:
 
 
 def retry(action: Callable[[], T], complaint: str, remedy: str) -> T:
-    """A few tries, because networks fail now and then; a ValueError after the last one."""
+    """A few tries, because networks fail occasionally; a ValueError after the last one."""
     for attempt in range(TRIES):
         try:
             return action()

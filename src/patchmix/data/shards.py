@@ -3,7 +3,7 @@
 The index of some shards has for each sample its shard, offset, size, name and label. On disk it is a safetensors file:
 int64 `offsets`, `sizes` and `labels` (N,), `name_ends` (N,) into the uint8 text `names`, and, under "index" in the
 metadata, JSON with the shards' names, bytes and numbers of samples, and the classes. `patchmix shards` writes one per
-split beside the shards, train-index.safetensors; without it, shards are scanned once.
+split next to the shards, train-index.safetensors; without it, shards are scanned once.
 """
 
 import hashlib
@@ -223,7 +223,7 @@ def open_shards(shards: Sequence[str], *, name: str, progress: bool = True) -> S
     index = join([known[shard] for shard in shards])
     _warn_of_losses(index, name)
     if not len(index.offsets):
-        raise ValueError(f"no images in the {len(shards)} shards of {name}; members such as 0001.jpg are taken")
+        raise ValueError(f"no images in the {len(shards)} shards of {name}; expected members such as 0001.jpg")
     return ShardSource(shards, index, name=name)
 
 
@@ -243,7 +243,7 @@ def _split(shard: str) -> tuple[str, str]:
 
 
 def _described(shards: Sequence[str]) -> dict[str, ShardIndex]:
-    """By shard, what the index that `patchmix shards` wrote beside it says."""
+    """By shard, what the index that `patchmix shards` wrote next to it says."""
     indices: dict[str, ShardIndex | None] = {}
     found = {}
     for shard in shards:

@@ -1,4 +1,4 @@
-"""Any source → tar shards of the webdataset layout with an index beside them.
+"""Any source → tar shards of the webdataset layout with an index next to them.
 
 A shard is written under another name and gets its own when it is complete, so a call that was interrupted can be run
 again and does the rest. A file SPLIT-job.json says what the shards were made from.
@@ -67,9 +67,9 @@ def shards(settings: Shards) -> list[Written]:
     for done in written:
         print(f"{done.split}: {done.samples:,} images in {done.shards:,} shards, {done.bytes / 1e6:,.1f} MB, checked")
         for text in done.left_out[:5]:
-            print(f"  left out: {text}")
+            print(f"  skipped: {text}")
         if len(done.left_out) > 5:
-            print(f"  left out: {len(done.left_out) - 5} more")
+            print(f"  skipped: {len(done.left_out) - 5} more")
     return written
 
 
@@ -223,6 +223,6 @@ def _index(out: Path, names: list[str], source: Source, job: Job, left_out: list
     missing = job.samples - len(np.unique(numbers))
     wrong = source.labels is not None and not np.array_equal(index.labels, source.labels[numbers])
     if damaged or wrong or missing < len(left_out):
-        what = damaged[0] if damaged else f"{len(numbers)} samples, {missing} missing, {len(left_out)} left out"
+        what = damaged[0] if damaged else f"{len(numbers)} samples, {missing} missing, {len(left_out)} skipped"
         raise ValueError(f"the shards in {str(out)!r} do not hold what was written ({what}); remove them, write again")
     return replace(index, classes=source.classes)

@@ -80,7 +80,7 @@ class FeatureExtractor:
     workers: int = 0
     batch_size: int = 256
     cache: bool = True
-    memory: dict[Path, Features] | None = None  # features that several evaluations share, beside those on disk
+    memory: dict[Path, Features] | None = None  # features that several evaluations share, besides those on disk
 
     def __post_init__(self) -> None:
         self.image_size = self.backbone.architecture.image_size
@@ -245,7 +245,7 @@ def check_finite(vectors: Tensor, whose: str) -> None:
         rows = finite.logical_not().nonzero().flatten()
         raise ValueError(
             f"{whose}: the features of {len(rows)} of {len(vectors)} images are NaN or infinite (the first: image "
-            f"{int(rows[0])}); the encoder's weights are broken, take an earlier checkpoint"
+            f"{int(rows[0])}); the encoder's weights are broken, use an earlier checkpoint"
         )
 
 

@@ -57,7 +57,7 @@ _NOT_RECORDED = ("weights", "data", "base_lr", "encoder", "device", "workers", "
 def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
     """Trains the encoder and a classifier on the class token with labels, and tests both them and their average.
 
-    Writes model.safetensors and model_ema.safetensors beside the checkpoints: plain timm state dicts with the
+    Writes model.safetensors and model_ema.safetensors next to the checkpoints: plain timm state dicts with the
     classifier; `details["timm"]` are the arguments of `timm.create_model` that load them. Metrics: "top1" and "top5"
     after the last epoch, "ema_top1" and "ema_top5" of the moving average of the weights, and "best_top1",
     "best_ema_top1": the best epoch's as chosen on the test images, which is optimistic. Without a test split, a fifth

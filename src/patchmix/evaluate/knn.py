@@ -37,7 +37,7 @@ def knn(settings: Knn, backbone: Backbone | None = None) -> Result:
     through the last norm. `backbone` takes the place of `settings.weights`.
     """
     if settings.layers and settings.pool == "pixels":
-        raise ValueError("--layers asks for features of blocks, which --pool pixels has none of; leave one of them out")
+        raise ValueError("--layers needs the blocks of an encoder, which --pool pixels does not use; drop one of them")
     with open_task(settings, backbone, needs_test=wants_few_labels(settings)) as task:
         return knn_of(task)
 

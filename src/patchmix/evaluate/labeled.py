@@ -48,7 +48,7 @@ def open_labeled(data: str | Path, *, many_passes: bool = False) -> Labeled:
     train = open_source(data, "train", class_folders=True, cache_bytes=cache_bytes)
     labels = _labels_of(train)
     if len(np.unique(labels)) < 2:
-        raise ValueError(f"{train.name} has one class only; there is nothing to tell apart, give data with two or more")
+        raise ValueError(f"{train.name} has only one class; give data with two or more")
     classes = int(labels.max()) + 1
     test: Source | None = None
     if has_split(data, "test"):

@@ -163,7 +163,7 @@ def _read_mask(drawn: FolderSource, numbers: Indices, index: int) -> Mask:
             return np.asarray(image).astype(np.int32)
     except (OSError, ValueError, SyntaxError) as error:  # Pillow's and ours
         path = f"{drawn.name}/{drawn.key(number)}"
-        raise ValueError(f"{path} is no mask ({error}); give a PNG with one channel of class indices") from error
+        raise ValueError(f"{path} is not a mask ({error}); give a PNG with one channel of class indices") from error
 
 
 def _occurring(source: Masked, known: Mapping[int, str], ignored: Sequence[int]) -> set[int]:

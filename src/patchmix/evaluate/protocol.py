@@ -55,7 +55,7 @@ class Task:
     def fit(
         self, protocol: str, method: "SupervisedMethod", transform: Any, settings: Mapping[str, Any], **options: Any
     ) -> tuple[dict[str, float], Path | None]:
-        """`fit` on the training part. With the same settings, weights and data, it goes on where it was stopped."""
+        """`fit` on the training part. With the same settings, weights and data, it continues where it was stopped."""
         identity = {
             "settings": dict(settings),
             "weights": self.digest,
@@ -241,7 +241,7 @@ def fit(
 
     warmup: of the number of steps, the share of the training in which the learning rate rises.
     With `out`, checkpoints are kept in a folder below it, which is returned, too: one for each `identity`. A call with
-    the same identity goes on where one was stopped; two at a time are refused.
+    the same identity continues where one was stopped; two at a time are refused.
     """
     rank, world_size, pin_memory = distributed.rank(), distributed.world_size(), device.type == "cuda"
     order: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate, "seed": seed}
@@ -272,7 +272,7 @@ def fit(
 
 @contextmanager
 def _log_and_checkpoints(folder: Path | None, identity: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What `train` takes to log and save in `folder`, to go on from its last checkpoint, and to be alone in it."""
+    """What `train` takes to log and save in `folder`, to continue from its last checkpoint, and to be alone in it."""
     with run_lock(folder) if folder is not None and distributed.is_main() else nullcontext():
         checkpoints = None if folder is None else Checkpoints(folder / "checkpoints")
         state = load_checkpoint(checkpoints.last) if checkpoints is not None and checkpoints.last is not None else None

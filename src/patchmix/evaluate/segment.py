@@ -63,7 +63,7 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
     Tokens are normalized by the encoder's last norm and a batch norm, as in DINOv2's evaluation; logits are enlarged
     to the mask's own size. Metrics: "miou", over the classes that occur, and "pixel_accuracy", with 95 % intervals by
     bootstrap over test images; `details["classes"]` has the IoU of each class. Pictures of some test images (image,
-    truth, prediction) go to the folder segment-… beside results.jsonl. `backbone` is used in place of the weights.
+    truth, prediction) go to the folder segment-… next to results.jsonl. `backbone` is used in place of the weights.
     """
     fast = settings.protocol == "fast"
     if fast and (settings.finetune or settings.image_size or settings.lr or settings.blocks != (-1,)):

@@ -88,7 +88,7 @@ def import_checkpoint(
     if entries is None:
         entries, metadata = read_entries(path)
         if format is None and is_own(entries, metadata):
-            raise ValueError(f"{path} was written by patchmix and needs no import: every command takes it as it is")
+            raise ValueError(f"{path} was written by patchmix and needs no import: every command takes it unchanged")
     if format is not None and format not in LAYOUTS:
         raise ValueError(f"format {format!r} is unknown; it must be one of {', '.join(LAYOUTS)}")
     tensors, others = tensors_of(entries)
@@ -234,7 +234,7 @@ def _timm_name(dim: int, depth: int, patch: int, pixels: int) -> str:
 
 
 def _timm_config(path: Path) -> dict[str, Any]:
-    """Heads, mean and std from the config.json that timm's Hugging Face folders have beside the weights."""
+    """Heads, mean and std from the config.json that timm's Hugging Face folders have next to the weights."""
     try:
         config = json.loads(path.read_text())
         name, arguments = config["architecture"], config.get("model_args", {})
@@ -250,7 +250,7 @@ def _timm_config(path: Path) -> dict[str, Any]:
 
 # ----------------------------------------------------------------- files, read without running any code in them
 
-# Plain data that the training scripts of DINO, iBOT and MAE put beside the weights: their arguments, and learning
+# Plain data that the training scripts of DINO, iBOT and MAE put next to the weights: their arguments, and learning
 # rates that are NumPy numbers (stored under the old and the new name of NumPy's core).
 _scalar = np.float64(0).__reduce__()[0]
 _HARMLESS: list[Any] = [
@@ -314,6 +314,6 @@ def _read_torch(path: Path) -> dict[str, Any]:
 
 
 def _one_line(error: Exception) -> str:
-    """The first sentence: torch's messages go on with stack traces and advice."""
+    """The first sentence: torch's messages continue with stack traces and advice."""
     text = str(error).strip().splitlines() or [type(error).__name__]
     return text[0].split(". ")[0][:160]

@@ -9,7 +9,7 @@ MoCo v3           state_dict/module.{base_encoder,momentum_encoder}.…, head an
 PatchMix authors  the names of MoCo v3, `arch: vit-small`, a learned position embedding; ViT-S has 12 heads too.
 DINO              student/module.backbone.…, teacher/backbone.…, and `head.…` on both; released backbones are bare.
 iBOT              as DINO, with `masked_embed` in the student; extracted backbones are state_dict/….
-MAE               model/…, `decoder_…` and `mask_token` beside the encoder in full checkpoints; the fixed sin-cos table
+MAE               model/…, `decoder_…` and `mask_token` besides the encoder in full checkpoints; the fixed sin-cos table
                   has the column first. Fine-tuned ones have `fc_norm` in the place of `norm`.
 torchvision       names of its own (`conv_proj`, `encoder.layers.encoder_layer_0`), classifier `heads.head`.
 timm              bare names, or state_dict/… and state_dict_ema/… from its training script, model/… from DeiT's.

@@ -24,7 +24,7 @@ from patchmix.nn.vit import create_encoder
 def load_backbone(source: str | Path, *, encoder: Which | None = None, heads: int | None = None) -> Backbone:
     """The encoder that `source` names.
 
-    `source` is a run's folder (its encoder.safetensors; while the run goes on, or for encoder="momentum", its newest
+    `source` is a run's folder (its encoder.safetensors; during training, or for encoder="momentum", its newest
     checkpoint), a folder or file made by import or export, a checkpoint of another project (imported on the fly,
     see `import_checkpoint`, also for `encoder` and `heads`), or one of these names: `timm:NAME` and `timm:NAME.TAG` are
     timm's pretrained weights, `hf://user/name` a repository of the Hugging Face Hub in timm's layout (both fetched on
@@ -118,7 +118,7 @@ def _from_run_checkpoint(entries: Mapping[str, Any], encoder: Which) -> Backbone
     prefix = {"base": "encoder.", "momentum": "momentum_copy.network.0."}[encoder]
     weights = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
     if not weights:
-        raise ValueError(f"there is no {encoder} encoder; this run's method keeps none, so take the other one")
+        raise ValueError(f"there is no {encoder} encoder; this run's method keeps none; use the other one")
     config: Mapping[str, Any] = entries["config"]
     try:
         model = config["model"]
@@ -195,7 +195,7 @@ def _hub_model(source: str) -> Backbone:
 
 
 def _beside_config(file: Path, entries: Mapping[str, Any]) -> Backbone | None:
-    """The weights of a file with timm's config.json beside it, as in its folders for the hub; else None."""
+    """The weights of a file with timm's config.json next to it, as in its folders for the hub; else None."""
     try:
         config = json.loads((file.parent / "config.json").read_text())
         name, arguments = config["architecture"], dict(config.get("model_args") or {})
@@ -222,7 +222,7 @@ def _with_timm_names(
 ) -> Backbone:
     """The encoder in a file as timm publishes them, without its classifier.
 
-    arguments: of `timm.create_model`, beside the name. cfg: timm's description, for mean and std.
+    arguments: of `timm.create_model`, besides the name. cfg: timm's description, for mean and std.
     """
     if strange := [key for key in arguments if key not in (*_ARGUMENTS, *_HARMLESS_ARGUMENTS)]:
         raise ValueError(f"{file.parent}: model_args has {first_of(strange)}, which an encoder here does not keep")

@@ -110,7 +110,7 @@ def block_masks(
     """Block-wise masks (BEiT, Algorithm 1): rectangles until the wanted share of patches is masked.
 
     (N, rows·columns), true where masked: with `probability` a share drawn from U(ratio), otherwise nothing.
-    The share is an upper bound that rectangles come close to; all images are worked on at once.
+    The share is an upper bound that rectangles come close to; all images are processed at once.
     """
     uniform = torch.rand(2, n, generator=generator)
     wanted = (ratio[0] + (ratio[1] - ratio[0]) * uniform[0]) * rows * columns

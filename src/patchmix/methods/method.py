@@ -20,7 +20,7 @@ class Method(nn.Module):
     encoder: nn.Module  # what is evaluated, exported, shipped
     generator: torch.Generator  # the method's own randomness; re-seeded before each pass from (seed, pass, rank)
     shared_generator: torch.Generator  # the same on every process: re-seeded from (seed, pass)
-    scalars: dict[str, float]  # numbers beside the losses that are worth a curve: momentum, temperature
+    scalars: dict[str, float]  # numbers besides the losses that are worth a curve: momentum, temperature
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Method(nn.Module):
         """`progress` is the fraction of the training done so far, from 0 up to 1."""
 
     def draw(self, views: Sequence[Tensor]) -> tuple[Any, ...]:
-        """What `forward` takes beside the views: all that is drawn on the CPU, which a compiled graph can't do."""
+        """What `forward` takes besides the views: all that is drawn on the CPU, which a compiled graph can't do."""
         return ()
 
     def forward(self, views: Sequence[Tensor], *drawn: Any) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ class Method(nn.Module):
         return embedded
 
     def fixed_parameters(self) -> Iterable[nn.Parameter]:
-        """What the optimizer skips in this step, moments included. It must have a gradient all the same."""
+        """What the optimizer skips in this step, moments included. It must have a gradient nevertheless."""
         heads = [module for module in self.children() if isinstance(module, PrototypeHead)]
         return [parameter for head in heads for parameter in head.fixed_parameters()]
 

@@ -51,7 +51,7 @@ def mlp_head(layers: int, in_dim: int, hidden: int, out_dim: int) -> nn.Sequenti
 
 
 def decayed(parameter: nn.Parameter) -> nn.Parameter:
-    """Marks a 1-d parameter that is decayed all the same: in its authors' code it has two dimensions."""
+    """Marks a 1-d parameter that is decayed anyway: in its authors' code it has two dimensions."""
     parameter.decayed = True  # type: ignore[attr-defined]
     return parameter
 

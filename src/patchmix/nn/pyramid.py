@@ -65,7 +65,7 @@ class TokenMaps(nn.Module):
     """A ViT's patch tokens after some of its blocks, as maps, before the last norm.
 
     The position embedding is interpolated to the size of the images. With a `window`, attention stays inside windows
-    of so many tokens except in the blocks `global_blocks`. With `recompute`, blocks are computed again in the backward
+    of this size except in the blocks `global_blocks`. With `recompute`, blocks are computed again in the backward
     pass instead of keeping their activations.
     """
 

@@ -60,7 +60,7 @@ def create_encoder(
     )
     if isinstance(encoder, Eva):
         if stem != "patch":
-            raise ValueError(f"model {name!r} has rotary positions, which go with --stem patch only")
+            raise ValueError(f"model {name!r} has rotary positions, which need --stem patch")
         return cast(VisionTransformer, encoder)  # by its attributes it is one
     if not isinstance(encoder, VisionTransformer):
         raise ValueError(
@@ -69,7 +69,7 @@ def create_encoder(
         )
     if not isinstance(encoder.patch_embed, PatchEmbed):
         raise ValueError(
-            f"model {name!r} embeds patches by a {type(encoder.patch_embed).__name__}, which reaches beyond them; take "
+            f"model {name!r} embeds patches by a {type(encoder.patch_embed).__name__}, which reaches beyond them; use "
             "one without, e.g. vit_small_patch16_224"
         )
     encoder.patch_drop = TokenDropout(encoder.num_prefix_tokens)  # type: ignore[assignment]

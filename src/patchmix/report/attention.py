@@ -159,7 +159,7 @@ def overlaid(image: np.ndarray, weight: Tensor) -> np.ndarray:
 
 
 def show_patches(settings: ShowPatches) -> list[Path]:
-    """Draws images beside their patches in colors, one column per run; patches that are alike have like colors."""
+    """Draws images next to their patches in colors, one column per run; similar patches have similar colors."""
     check_suffix(settings.out)
     encoders = load_all(settings.runs)
     source, positions = chosen_images(settings)

@@ -79,7 +79,7 @@ def patchmix_targets_figure(num_mix: int) -> Figure:
 def targets_figure(shares: Tensor, *, rules: tuple[str, str] = ("the shares", "overlap of shares")) -> Figure:
     """The three target matrices that follow from a mix's shares, (N, N).
 
-    rules: what to write beside "mix-to-origin" and "mix-to-mix".
+    rules: what to write next to "mix-to-origin" and "mix-to-mix".
     """
     n = len(shares)
     matrices = [

@@ -139,7 +139,7 @@ def read_record(run: str | Path) -> Record:
         return Record(folder, History(backbone.name, []), results, backbone)
     try:
         loaded: Backbone | None = load_backbone(run)
-    except ValueError:  # no checkpoint yet: there are curves all the same
+    except ValueError:  # no checkpoint yet: there are curves anyway
         loaded = None
     return Record(folder, read_history(folder), results, loaded, config)
 
@@ -208,7 +208,7 @@ def _loss_progress(history: History) -> str | None:
 
 
 def evaluations(records: Sequence[Record]) -> list[list[str | None]]:
-    """A row for the latest result of each protocol and set of data, with the paper's number."""
+    """A row for the latest result of each protocol and dataset, with the paper's number."""
     rows: list[list[str | None]] = []
     for record in records:
         paper = {protocol: f"{value:.1f}" for protocol, value in record.paper.items()}

@@ -79,7 +79,7 @@ def export_weights(settings: Export) -> Exported:
 def push(settings: Push) -> dict[str, Any]:
     """Uploads what `export --format huggingface` writes; without `send` it only prints what it would upload."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", settings.repo):
-        raise ValueError(f"{settings.repo!r} is no repository of the Hub; write it as user/name")
+        raise ValueError(f"{settings.repo!r} is not a repository on the Hub; write it as user/name")
     backbone = load_backbone(settings.weights, encoder=settings.encoder)
     card = model_card(backbone, settings.weights, settings.repo, settings.license)
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +149,7 @@ def _cost(run: Path, steps: int) -> dict[str, str]:
 
 
 def _evaluations(run: Path, digest: str) -> str:
-    """The latest result of these weights by each protocol on each data set."""
+    """The latest result of these weights by each protocol on each dataset."""
     found = [result for result in read_results(run) if digest.startswith(result.weights) and "top1" in result.metrics]
     latest = {(result.protocol, result.data): result for result in found}.values()
     if not latest:

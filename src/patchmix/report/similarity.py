@@ -93,7 +93,7 @@ class Comparison:
 def choose_keys(
     query: int, labels: Tensor | None, vectors: Sequence[Tensor], *, related: int | None = None
 ) -> Comparison:
-    """Keys as in the paper's figure: in the middle one of the query's class, beside it two of a related class.
+    """Keys as in the paper's figure: in the middle one of the query's class, next to it two of a related class.
 
     The related class is `related`, or the one whose mean feature is nearest, averaged over the encoders in `vectors`,
     (N, D) each. OTHERS are one each of the remaining classes. Of a class the first image is taken, so that no

@@ -1,1 +1,1 @@
-"""Cost and comparison: FLOPs, tables beside the paper's, ablations."""
+"""Cost and comparison: FLOPs, tables next to the paper's, ablations."""

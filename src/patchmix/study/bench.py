@@ -77,7 +77,7 @@ def bench(settings: Bench[Any]) -> Speed:
 
 
 def measure_speed(config: Config, steps: int) -> Speed:
-    """Trains a few steps on the same views, times large matrix products in turns with them, then loads views anew."""
+    """Trains a few steps on the same views, times large matrix products in turns with them, then loads views again."""
     device = resolve_device(config.runtime.device)
     if device.type == "cpu":
         (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
@@ -93,7 +93,7 @@ def measure_speed(config: Config, steps: int) -> Speed:
     reset_peak(device)
     step = RepeatedStep(method, prepare(next(batches).to(device)), plan, config.optim.name)
     first = seconds(step, device)
-    step()  # now with the optimizer's state beside the activations
+    step()  # now with the optimizer's state besides the activations
     peak = peak_bytes(device) - before
     products = Gemm(device, plan.autocast or torch.float32)
     times = in_turns({"step": lambda: seconds(step, device), "gemm": products.rate}, steps, warm_up=0)
@@ -285,7 +285,7 @@ def peak_bytes(device: torch.device | None = None) -> int:
 
 
 def reset_peak(device: torch.device | None = None) -> None:
-    """Start the peak anew, where the system allows it."""
+    """Start the peak again, where the system allows it."""
     if device is not None and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

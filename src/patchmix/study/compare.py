@@ -29,7 +29,7 @@ _FREE = ("data.", "train.seed:", "train.accumulate:", "train.precision:")
 
 @dataclass(frozen=True)
 class Row:
-    """One set of weights, evaluated on one set of data. None: not known, or not evaluated."""
+    """One set of weights, evaluated on one dataset. None: not known, or not evaluated."""
 
     run: str
     model: str
@@ -65,7 +65,7 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
 
 
 def read_rows(runs: Sequence[str | Path]) -> list[Row]:
-    """One row for each run, data set and set of weights; results of different weights are never mixed in a row.
+    """One row for each run, dataset and set of weights; results of different weights are never mixed in a row.
 
     A run is a folder with config.yaml, results.jsonl or both.
     """

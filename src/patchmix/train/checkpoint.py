@@ -70,7 +70,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread while training goes on: one at a time, from a copy that `save` takes.
+    """Writes checkpoints in a thread while training continues: one at a time, from a copy that `save` takes.
 
     The copy's memory is kept for the next save; it is page-locked where the tensors are on a GPU.
     """
@@ -106,7 +106,7 @@ class CheckpointWriter:
         kept = Checkpoints(path.parent).last
         where = f"the last good one is {kept}" if kept else "there is none yet"
         raise ValueError(
-            f"can't write checkpoint {path} ({_reason(error)}); {where}. Make room or change permissions, then "
+            f"can't write checkpoint {path} ({_reason(error)}); {where}. Free some space or change permissions, then "
             "continue with --resume auto"
         ) from error
 

@@ -120,7 +120,7 @@ class RunLog:
             self._file.flush()
         except OSError as error:
             raise ValueError(
-                f"can't write {self.path} ({error.strerror}); make room, then continue with --resume auto"
+                f"can't write {self.path} ({error.strerror}); free some space, then continue with --resume auto"
             ) from error
         for key, value in values.items():
             self._board.add_scalar(f"{kind}/{key}", value, step)
@@ -134,7 +134,7 @@ class RunLog:
         self.console.print(Text(line, style=style or ""), soft_wrap=True)
 
     def show_progress(self, fraction: float, line: str, *, final: bool = False) -> None:
-        """Moves the bar on a terminal; elsewhere prints the line now and then."""
+        """Moves the bar on a terminal; elsewhere prints the line occasionally."""
         if self.folder is None or is_quiet():
             return
         if self.console.is_terminal and not is_verbose():

@@ -303,7 +303,7 @@ def _every(epochs: float, step: int, steps_per_epoch: int) -> bool:
 
 
 def _agree(wanted: bool, step: int, device: torch.device) -> bool:
-    """All ranks do the same at the same step. They ask each other only now and then: it makes the device wait."""
+    """All ranks do the same at the same step. They ask each other only occasionally: it makes the device wait."""
     if distributed.world_size() == 1:
         return wanted
     return step % STEPS_BETWEEN_AGREEMENTS == 0 and distributed.any_process(wanted, device)

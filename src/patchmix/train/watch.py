@@ -1,4 +1,4 @@
-"""What the loop watches beside the training: time, speed, losses, signals, and the loader's processes."""
+"""What the loop watches besides the training: time, speed, losses, signals, and the loader's processes."""
 
 import math
 import signal
@@ -166,6 +166,6 @@ def name_dead_workers() -> Iterator[None]:
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"a process that prepares images died ({reason}); memory may have run out: take fewer "
+            f"a process that prepares images died ({reason}); memory may have run out: use fewer "
             "--workers or more memory, then continue with --resume auto"
         ) from error

@@ -174,7 +174,7 @@ def beside_truth(image: Pixels, truth: Sequence[Entry], found: Sequence[Entry], 
 
 
 def save_pictures(folder: Path, source: CocoImages, entries: Sequence[Entry], *, count: int) -> None:
-    """The first `count` images of `source`, detections with scores from 0.5 beside the truth, as PNG files."""
+    """The first `count` images of `source`, detections with scores from 0.5 next to the truth, as PNG files."""
     for index in range(min(count, len(source))):
         entry = source.entry(index)
         found = [one for one in entries if one["image_id"] == entry["id"] and one["score"] >= 0.5]

@@ -52,7 +52,7 @@ def detect(settings: Detect, backbone: Backbone | None = None) -> Result | list[
     With `eval_only` a trained detector is evaluated, with `predict` its detections are drawn (see `predict`).
     WEIGHTS "scratch" begins with a random encoder of the architecture `model`, or, with `start`, with a detector that
     was trained before: its shape (image size, window, …) overrules the settings; where its classes are others, only
-    the layers that name classes begin anew. One line is added to results.jsonl, and a folder detect-… beside it gets
+    the layers that name classes begin again. One line is added to results.jsonl, and a folder detect-… next to it gets
     the log, checkpoints, detector.safetensors, and the detections as COCO's result files and as pictures. Metrics:
     box_ap, box_ap50, box_ap75, box_ap_small, box_ap_medium, box_ap_large and the same with mask_, in 0…1;
     `details["classes"]` has the AP of every class. `backbone` takes the place of `settings.weights`.
