@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": set(),
     "config": {"methods.options"},
     "nn": {"distributed"},
-    "interop": {"files", "data", "nn", "device", "settings"},
+    "interop": {"files", "progress", "data", "nn", "device", "settings"},
     "methods": {"mixing", "nn", "losses", "schedules", "distributed"},
     "train": {"files", "progress", "methods.method", "schedules", "distributed", "device"},
     "evaluate": {

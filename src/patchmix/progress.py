@@ -19,8 +19,13 @@ def is_verbose() -> bool:
 
 
 @contextmanager
-def progress_bar(what: str, total: int, wanted: bool = True, unit: str = "images") -> Iterator[Callable[[int], None]]:
-    """A bar on stderr at a terminal, else one line if it takes long. Yields what to call with the number done."""
+def progress_bar(
+    what: str, total: int | None, wanted: bool = True, unit: str = "images"
+) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr at a terminal, else one line if it takes long. Yields what to call with the number done.
+
+    total: None where it is not known in advance.
+    """
     if not wanted or is_quiet():
         yield lambda count: None
     elif sys.stderr.isatty():
@@ -38,8 +43,8 @@ def progress_bar(what: str, total: int, wanted: bool = True, unit: str = "images
         def advance(count: int) -> None:
             nonlocal done, printed
             done += count
-            if not printed and done < total and time.monotonic() - start > _QUIET_SECONDS:
+            if not printed and done != total and time.monotonic() - start > _QUIET_SECONDS:
                 printed = True
-                print(f"{what}: {total} {unit}", file=sys.stderr, flush=True)
+                print(what if total is None else f"{what}: {total} {unit}", file=sys.stderr, flush=True)
 
         yield advance

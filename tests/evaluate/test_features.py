@@ -126,13 +126,26 @@ def test_nothing_is_printed_where_nobody_looks(backbone: Backbone, capfd: pytest
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_bar_is_shown_at_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("total", [10, None])
+def test_a_bar_is_shown_at_a_terminal(
+    total: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress_bar("features of x", 10) as advance:
+    with progress_bar("features of x", total) as advance:
         advance(10)
     out, err = capsys.readouterr()
     assert out == "" and "features of x" in err
+
+
+@pytest.mark.parametrize(("total", "line"), [(10, "features of x: 10 images\n"), (None, "features of x\n"), (5, "")])
+def test_what_takes_long_is_one_line_in_a_log(
+    total: int | None, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("patchmix.progress._QUIET_SECONDS", -1.0)
+    with progress_bar("features of x", total) as advance:
+        advance(5)
+    assert capsys.readouterr() == ("", line)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from patchmix.data.contract import Labels
 from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode
+from patchmix.progress import progress_bar
 
 _SUFFIXES = tuple(extension.encode() for extension in EXTENSIONS)
 
@@ -74,27 +75,29 @@ def list_images(root: Path) -> list[bytes]:
     pending: list[bytes] = [b""]
     links: list[bytes] = []
     top = os.fsencode(root)
-    while pending or links:
-        if not pending:
-            links.sort()
-            pending.append(links.pop(0))
-        relative = pending.pop()
-        folder = os.path.join(top, relative) if relative else top  # noqa: PTH118 (Path has no bytes)
-        status = os.stat(folder)  # noqa: PTH116
-        if (status.st_dev, status.st_ino) in entered:
-            continue
-        entered.add((status.st_dev, status.st_ino))
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                path = relative + b"/" + entry.name if relative else entry.name
-                if entry.name.startswith(b"."):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(path)
-                elif entry.name.lower().endswith(_SUFFIXES) and entry.is_file():
-                    found.append(path)
-                elif entry.is_symlink() and os.path.isdir(entry.path):  # noqa: PTH112 (Path has no bytes)
-                    links.append(path)
+    with progress_bar(f"listing {root}", None, os.environ.get("RANK", "0") == "0") as advance:
+        while pending or links:
+            if not pending:
+                links.sort()
+                pending.append(links.pop(0))
+            relative, before = pending.pop(), len(found)
+            folder = os.path.join(top, relative) if relative else top  # noqa: PTH118 (Path has no bytes)
+            status = os.stat(folder)  # noqa: PTH116
+            if (status.st_dev, status.st_ino) in entered:
+                continue
+            entered.add((status.st_dev, status.st_ino))
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    path = relative + b"/" + entry.name if relative else entry.name
+                    if entry.name.startswith(b"."):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(path)
+                    elif entry.name.lower().endswith(_SUFFIXES) and entry.is_file():
+                        found.append(path)
+                    elif entry.is_symlink() and os.path.isdir(entry.path):  # noqa: PTH112 (Path has no bytes)
+                        links.append(path)
+            advance(len(found) - before)
     return sorted(found)
 
 

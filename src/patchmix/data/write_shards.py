@@ -137,7 +137,7 @@ def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bo
                         else:
                             _add_sample(tar, source, position, *image)
             advance(len(positions))
-    index = _index(out, names, source, job, left_out)
+    index = _index(out, names, source, job, left_out, progress)
     index.save(out / f"{job.split}-index.safetensors")
     return Written(job.split, len(names), len(index.offsets), tuple(sorted(left_out)), int(index.shard_bytes.sum()))
 
@@ -211,12 +211,14 @@ def _encode(pixels: Pixels, kind: str, option: int, value: int) -> bytes:
     return bytes(data.tobytes())
 
 
-def _index(out: Path, names: list[str], source: Source, job: Job, left_out: list[str]) -> ShardIndex:
+def _index(out: Path, names: list[str], source: Source, job: Job, left_out: list[str], progress: bool) -> ShardIndex:
     """Reads the shards back; raises ValueError where they do not hold what they should."""
     parts = []
-    for name in names:
-        with (out / name).open("rb", buffering=0) as file:
-            parts.append(scanned(file, name))
+    with progress_bar(f"checking {out}", len(names), progress, "shards") as advance:
+        for name in names:
+            with (out / name).open("rb", buffering=0) as file:
+                parts.append(scanned(file, name))
+            advance(1)
     index = join(parts)
     damaged = [f"{name} ({text})" for name, text in zip(index.shards, index.skipped, strict=True) if text]
     numbers = np.array([int(name[:9]) for name in index.names.to_pylist()], np.int64)

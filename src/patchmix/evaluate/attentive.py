@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from patchmix import distributed
+from patchmix.progress import progress_bar
+
 LRS = (1e-3, 3e-3)
 DECAY = 0.05
 _BATCH = 256
@@ -65,15 +68,17 @@ def fit(
     optimizer = torch.optim.AdamW(probe.parameters(), lr=lr, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(seed)
     done, total = 0, epochs * math.ceil(len(rows) / _BATCH)
-    for _ in range(epochs):
-        for chosen in rows[torch.randperm(len(rows), generator=generator)].split(_BATCH):  # type: ignore[no-untyped-call]
-            for group in optimizer.param_groups:
-                group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / total))
-            loss = F.cross_entropy(probe(tokens[chosen].to(device)), labels[chosen].to(device))
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            done += 1
+    with progress_bar("attentive probe", total, distributed.is_main(), "steps") as advance:
+        for _ in range(epochs):
+            for chosen in rows[torch.randperm(len(rows), generator=generator)].split(_BATCH):  # type: ignore[no-untyped-call]
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / total))
+                loss = F.cross_entropy(probe(tokens[chosen].to(device)), labels[chosen].to(device))
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                advance(1)
     return probe
 
 

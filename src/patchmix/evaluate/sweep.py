@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchmix import distributed
 from patchmix.evaluate.features import check_finite
+from patchmix.progress import progress_bar
 
 LRS = (0.03, 0.1, 0.3, 1.0)  # relative to 1 / the variance along each axis
 DECAYS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
@@ -95,24 +97,26 @@ def fit_candidates(
     generator = torch.Generator().manual_seed(seed)
     within = torch.arange(size, device=device)
     done, total = 0, epochs * steps
-    for epoch in range(1, epochs + 1):
-        order = rows[torch.randperm(count, generator=generator)]
-        for start in range(0, steps * size, size):
-            chosen = order[start : start + size]
-            x = models.prepare(vectors[chosen])  # (n, D)
-            error = torch.softmax(models.logits(x), dim=2)  # (n, C, K): softmax - target is the gradient
-            error[within, :, labels[chosen].to(device, non_blocking=True)] -= 1.0
-            error /= size
-            slope = (x.T @ error.flatten(1)).reshape(models.weight.shape) + decay * models.weight
-            now = lr * 0.5 * (1 + math.cos(math.pi * done / total))
-            for parameter, speed, gradient in (
-                (models.weight, speeds[0], slope * along),
-                (models.bias, speeds[1], error.sum(dim=0)),
-            ):
-                speed.mul_(MOMENTUM).add_(gradient)
-                parameter.sub_(now * (gradient + MOMENTUM * speed))
-            done += 1
-        on_epoch(epoch, models)
+    with progress_bar("linear classifiers", epochs, distributed.is_main(), "epochs") as advance:
+        for epoch in range(1, epochs + 1):
+            order = rows[torch.randperm(count, generator=generator)]
+            for start in range(0, steps * size, size):
+                chosen = order[start : start + size]
+                x = models.prepare(vectors[chosen])  # (n, D)
+                error = torch.softmax(models.logits(x), dim=2)  # (n, C, K): softmax - target is the gradient
+                error[within, :, labels[chosen].to(device, non_blocking=True)] -= 1.0
+                error /= size
+                slope = (x.T @ error.flatten(1)).reshape(models.weight.shape) + decay * models.weight
+                now = lr * 0.5 * (1 + math.cos(math.pi * done / total))
+                for parameter, speed, gradient in (
+                    (models.weight, speeds[0], slope * along),
+                    (models.bias, speeds[1], error.sum(dim=0)),
+                ):
+                    speed.mul_(MOMENTUM).add_(gradient)
+                    parameter.sub_(now * (gradient + MOMENTUM * speed))
+                done += 1
+            on_epoch(epoch, models)
+            advance(1)
     return models
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from patchmix.files import replacing
 from patchmix.interop.backbone import Architecture, Backbone, save_weights
 from patchmix.interop.layouts import ENCODER_TENSOR, TO_TORCHVISION, rename
+from patchmix.progress import progress_bar
 
 TOLERANCE = 1e-4  # of ONNX's features against torch's
 
@@ -148,7 +149,7 @@ def _onnx(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
         raise ValueError(f"ONNX export needs {' and '.join(absent)}; pip install 'patchmix-ssl[onnx]'")
     if sum(tensor.numel() * tensor.element_size() for tensor in backbone.weights.values()) >= 2**31:
         raise ValueError("the weights are above 2 GB, the limit of one ONNX file; export to timm or huggingface")
-    with replacing(out, overwrite=overwrite) as temporary:
+    with replacing(out, overwrite=overwrite) as temporary, progress_bar("exporting to ONNX", None):
         temporary.write_bytes(_onnx_graph(backbone))
     pixels = backbone.architecture.image_size
     usage = f"""\

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchmix.evaluate.knn import HEADLINE_K, TEMPERATURE
+from patchmix.progress import progress_bar
 from patchmix.report.gallery import Gallery, class_name, load_all, load_gallery
 from patchmix.report.similarity import nearest
 from patchmix.report.style import COLORS, check_suffix, look, outline, picture, picture_grid, short, style, write
@@ -138,8 +139,13 @@ def pack_explorer(gallery: Gallery, *, size: int = 64) -> dict[str, Any]:
                 "map": _unit_square(principal_plane(vectors)),
             }
         )
+    thumbs = []
+    with progress_bar("thumbnails", len(gallery)) as advance:
+        for row in range(len(gallery)):
+            thumbs.append(_webp(gallery.pictures([row], size)[row]))
+            advance(1)
     return {
-        "thumbs": [_webp(image) for image in gallery.pictures(range(len(gallery)), size).values()],
+        "thumbs": thumbs,
         "keys": [gallery.source.key(position) for position in gallery.positions],
         "labels": labels,
         "classes": labels and [class_name(i, gallery.source.classes) for i in range(max(labels) + 1)],

@@ -26,6 +26,7 @@ from patchmix.config import Config
 from patchmix.device import resolve_device
 from patchmix.interop.backbone import Architecture
 from patchmix.methods.method import Method
+from patchmix.progress import progress_bar
 from patchmix.settings import Bench
 from patchmix.study.flops import config_flops
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
@@ -92,24 +93,26 @@ def measure_speed(config: Config, steps: int) -> Speed:
     before = 0 if device.type == "cuda" else resident_bytes()
     reset_peak(device)
     step = RepeatedStep(method, prepare(next(batches).to(device)), plan, config.optim.name)
-    first = seconds(step, device)
-    step()  # now with the optimizer's state besides the activations
-    peak = peak_bytes(device) - before
-    products = Gemm(device, plan.autocast or torch.float32)
-    times = in_turns({"step": lambda: seconds(step, device), "gemm": products.rate}, steps, warm_up=0)
+    with progress_bar("measuring", 2 * steps + 4, unit="steps") as advance:
+        step.done = advance
+        first = seconds(step, device)
+        step()  # now with the optimizer's state besides the activations
+        peak = peak_bytes(device) - before
+        products = Gemm(device, plan.autocast or torch.float32)
+        times = in_turns({"step": lambda: seconds(step, device), "gemm": products.rate}, steps, warm_up=0)
 
-    waited, began = 0.0, time.perf_counter()
-    for _ in range(steps):
-        asked = time.perf_counter()
-        *_, batch = itertools.islice(batches, plan.accumulate)
-        waited += time.perf_counter() - asked
-        step.views = prepare(batch.to(device))
-        step()
-    wait = waited / (time.perf_counter() - began)
+        waited, began = 0.0, time.perf_counter()
+        for _ in range(steps):
+            asked = time.perf_counter()
+            *_, batch = itertools.islice(batches, plan.accumulate)
+            waited += time.perf_counter() - asked
+            step.views = prepare(batch.to(device))
+            step()
+        wait = waited / (time.perf_counter() - began)
 
-    phases = step.time_phases()
-    for _ in range(2):
-        step()
+        phases = step.time_phases()
+        for _ in range(2):
+            step()
     images = config.train.batch_size
     spread = Spread.of(times["step"])
     share, flops = None, config_flops(config, class_token=False)  # of the plain iteration: work left out is speed
@@ -156,6 +159,7 @@ class RepeatedStep:
         self._module = wrap(method, self._device, compiled=plan.compile)
         self._phases = Phases(torch.device("cpu"))
         self._steps = 0
+        self.done: Callable[[int], None] = lambda count: None  # told of every step
 
     def time_phases(self) -> "Phases":
         """Measures the phases of a step from now on, which makes a GPU wait between them.
@@ -184,6 +188,7 @@ class RepeatedStep:
         )
         self._steps += 1
         wait_for(self._device)
+        self.done(1)
         return float(losses["loss"].detach())
 
 

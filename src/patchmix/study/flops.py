@@ -6,7 +6,7 @@ out what the last block would do for unused tokens. Norms, activations and the s
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from patchmix.build import build_weightless
 from patchmix.config import Config
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import ConvStem, create_encoder
+from patchmix.progress import progress_bar
 from patchmix.schedules import Linear, stage
 from patchmix.settings import Flops
 
@@ -301,7 +302,9 @@ def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
     gap = 1 if settings.count else 2  # 80 columns are enough
     table = Table(title=title, caption=caption, box=None, padding=(0, gap, 0, 0))
     rows = flops_table(settings)
-    for row in rows:
+    with progress_bar("counting", len(rows), settings.count, "rows") as advance:
+        counted = [_counted(row, settings, advance) for row in rows] if settings.count else ["" for _ in rows]
+    for row, count in zip(rows, counted, strict=True):
         cells = {
             "method": row.method,
             "model": row.model,
@@ -313,7 +316,7 @@ def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
             "full": f"{row.full / 1e9:.1f}",
         }
         if settings.count:
-            cells["counted"] = _counted(row, settings)
+            cells["counted"] = count
         if not table.columns:
             for name in cells:
                 table.add_column(name, justify="left" if name in ("method", "model") else "right", no_wrap=True)
@@ -322,8 +325,10 @@ def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
     return rows
 
 
-def _counted(row: FlopsRow, settings: Flops) -> str:
+def _counted(row: FlopsRow, settings: Flops, advance: Callable[[int], None]) -> str:
     """What torch counts on tensors without values, in G; for iBOT with the masks that it happens to draw."""
     options: dict[str, Any] = {"batch": settings.batch, "image_size": settings.image_size}
     crops = {"local_crops": row.local_crops, "local_size": row.local_size}
-    return f"{sum(count_flops(*build_weightless(row.method, row.model, **options, **crops))) / 1e9:.1f}"
+    flops = sum(count_flops(*build_weightless(row.method, row.model, **options, **crops)))
+    advance(1)
+    return f"{flops / 1e9:.1f}"

@@ -19,10 +19,12 @@ from pycocotools import mask as rle
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from patchmix import distributed
 from patchmix.data.contract import Labels
 from patchmix.data.decode import DecodeError, Pixels, decode
 from patchmix.evaluate.results import AP_NAMES
 from patchmix.files import write_text
+from patchmix.progress import progress_bar
 
 Mask = npt.NDArray[np.uint8]
 Dataset = dict[str, list[dict[str, Any]]]  # a parsed annotation file
@@ -173,7 +175,7 @@ def score(source: CocoImages, entries: Sequence[Entry]) -> Scores:
     classes: list[dict[str, Any]] = [{"id": i, "name": n, "objects": objects[i]} for i, n in source.categories.items()]
     for name, kind in KINDS.items():
         truth, part = source.truth(), part_of(entries, kind)
-        with silence():
+        with progress_bar(f"average precision of {name}", None, distributed.is_main()), silence():
             # loadRes needs at least one detection
             detections = truth.loadRes(part) if part else coco_of(truth.dataset | {"annotations": []})
             evaluation = COCOeval(truth, detections, iouType=kind)

@@ -114,22 +114,24 @@ def predict(settings: Detect) -> list[Path]:
     device = resolve_device(settings.device)
     detector = file.detector().to(device)
     views = FittedViews(size=file.shape.image_size, mean=file.mean)
-    listed, written = [], list[Path]()
-    for path in _image_files(settings.predict):
-        try:
-            pixels = decode(path.read_bytes(), str(path))
-        except (OSError, DecodeError) as error:
-            raise ValueError(f"{error}; give image files or folders") from error
-        made = [torch.from_numpy(array) for array in views([pixels], epoch=0, indices=np.zeros(1, np.int64))]
-        kept = [one for one in detect_batch(detector, file, made, device)[0] if one["score"] >= settings.threshold]
-        picture, number = out / f"{path.stem}.png", 1
-        while picture in written:  # images of one name, from several folders
-            number += 1
-            picture = out / f"{path.stem}-{number}.png"
-        write_picture(picture, draw(pixels, kept, file.categories))
-        written.append(picture)
-        objects = [one | {"name": file.categories[one["category_id"]]} for one in kept]
-        listed.append({"image": str(path), "picture": picture.name, "objects": objects})
+    listed, written, paths = [], list[Path](), _image_files(settings.predict)
+    with progress_bar("detection", len(paths)) as advance:
+        for path in paths:
+            try:
+                pixels = decode(path.read_bytes(), str(path))
+            except (OSError, DecodeError) as error:
+                raise ValueError(f"{error}; give image files or folders") from error
+            made = [torch.from_numpy(array) for array in views([pixels], epoch=0, indices=np.zeros(1, np.int64))]
+            kept = [one for one in detect_batch(detector, file, made, device)[0] if one["score"] >= settings.threshold]
+            picture, number = out / f"{path.stem}.png", 1
+            while picture in written:  # images of one name, from several folders
+                number += 1
+                picture = out / f"{path.stem}-{number}.png"
+            write_picture(picture, draw(pixels, kept, file.categories))
+            written.append(picture)
+            objects = [one | {"name": file.categories[one["category_id"]]} for one in kept]
+            listed.append({"image": str(path), "picture": picture.name, "objects": objects})
+            advance(1)
     write_text(out / "predictions.json", json.dumps(listed, indent=1, ensure_ascii=False) + "\n")
     return written
 
