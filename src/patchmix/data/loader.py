@@ -238,7 +238,7 @@ def _run(
 
 
 def _next_batch(batches: "Iterator[Batch | ValueError]", minutes: float) -> Batch | ValueError | None:
-    """None at the end. The iterator raises at each look; called again after that, it keeps waiting."""
+    """None at the end. The iterator raises at every timeout; called again, it keeps waiting."""
     for _ in range(_LOOKS):
         try:
             return next(batches, None)

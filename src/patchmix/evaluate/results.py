@@ -1,4 +1,4 @@
-"""What an evaluation found, with everything needed to repeat it: a line of results.jsonl, and a table for people."""
+"""What an evaluation found, with everything needed to repeat it: a line of results.jsonl, and a printed table."""
 
 import dataclasses
 import json

@@ -170,5 +170,5 @@ METHOD_OPTIONS: dict[str, type[Any]] = {
     "sdmp": SDMPOptions,
     "regioncl": RegionCLOptions,
 }
-DISTILLATION: dict[str, type[Any]] = {"distill": DistillOptions}  # a method, too, but none that learns by itself
+DISTILLATION: dict[str, type[Any]] = {"distill": DistillOptions}  # also a method, but it needs a teacher
 RENAMED = {"centre_momentum": "center_momentum", "centre_patch_momentum": "center_patch_momentum"}  # since 0.1

@@ -174,7 +174,7 @@ def set_sincos_positions(encoder: VisionTransformer, *, fixed: bool) -> None:
 
 
 def freeze_blocks(encoder: VisionTransformer, count: int) -> None:
-    """Keeps everything up to block number `count` as it is: patches, positions, class and register tokens, blocks."""
+    """Freezes everything up to block number `count`: patches, positions, class and register tokens, blocks."""
     if count > len(encoder.blocks):
         raise ValueError(f"freeze_blocks is {count}; the model has {len(encoder.blocks)} blocks")
     above = {id(p) for module in (*encoder.blocks[count:], encoder.norm, encoder.fc_norm) for p in module.parameters()}

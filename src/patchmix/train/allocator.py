@@ -35,7 +35,7 @@ def _mallopt(options: dict[int, int]) -> bool:
 
 
 def restart_with_huge_pages() -> None:
-    """Restarts this command, as the same process, with CPU tensors in pages of 2 MB; returns where that is of no use.
+    """Restarts this command, as the same process, with CPU tensors in pages of 2 MB; returns if that does not help.
 
     glibc reads the environment variable that asks for them only when a process starts.
     """
@@ -51,14 +51,14 @@ def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def can_ask_for_huge_pages() -> bool:
-    """Whether the allocator is a glibc that knows how."""
+    """Whether the allocator is a glibc that supports it."""
     library, version = platform.libc_ver()
     known = library == "glibc" and tuple(int(number) for number in version.split(".")[:2]) >= _FIRST_GLIBC
     return known and "malloc" not in os.environ.get("LD_PRELOAD", "")
 
 
 def page_policy() -> str | None:
-    """Linux's setting of who gets huge pages: always, madvise (who asks) or never."""
+    """Linux's setting for huge pages: always, madvise (on request) or never."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:

@@ -166,7 +166,7 @@ LOCK, HOLDER = ".lock", ".lock.json"  # the locked file, and who holds it
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Holds `folder`, which is created if need be; a ValueError names the process that holds it already.
+    """Holds `folder`, which is created if needed; a ValueError names the process that holds it already.
 
     The system releases the lock when the process ends, however it ends. A folder that was created for the lock alone
     is removed with it.

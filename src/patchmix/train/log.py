@@ -86,7 +86,7 @@ def _import(name: str) -> Any:
 
 
 class RunLog:
-    """One process's log; only the main one has a folder and speaks."""
+    """One process's log; only the main one has a folder and prints."""
 
     def __init__(self, folder: Path | None, *, step: int = 0, console: Console | None = None) -> None:
         self.folder = folder
@@ -128,7 +128,7 @@ class RunLog:
             tracker.log({f"{kind}/{key}": value for key, value in values.items()}, step)
 
     def say(self, line: str, style: str | None = None) -> None:
-        """A line for people, above the bar; with --quiet only warnings, which have a style."""
+        """A line on the console, above the bar; with --quiet only warnings, which have a style."""
         if is_quiet() and style is None:
             return
         self.console.print(Text(line, style=style or ""), soft_wrap=True)
