@@ -49,7 +49,8 @@ test-minimum: .venv-minimum/.installed
 
 # Trackers and transformers, the real ones, offline; in an environment of their own, because their pins differ.
 test-extras: .venv-extras/.installed
-	OMP_NUM_THREADS=1 .venv-extras/bin/python -m pytest tests/train/test_trackers.py tests/interop/test_share.py
+	OMP_NUM_THREADS=1 .venv-extras/bin/python -m pytest tests/train/test_trackers.py tests/interop/test_share.py \
+		tests/data/test_python.py
 
 .venv-extras/.installed: pyproject.toml .venv/.release
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-extras

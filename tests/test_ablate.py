@@ -268,3 +268,19 @@ def test_mistakes(images: Path, tmp_path: Path, changed: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         run("num-mix", images, tmp_path / "a", **{"rows": ["m2"], **changed})
     assert not (tmp_path / "a").exists()
+
+
+def test_from_weights_that_are_good_already(images: Path, trained_run: Path, tmp_path: Path) -> None:
+    sizes = ("recipe", "dim", "depth", "heads")
+    settings = {k: v for k, v in SETTINGS.items() if k not in sizes} | {"recipe": "adapt", "epochs": 1}
+    settings |= {"init_from": str(trained_run), "rows": ("mixup", "patchmix")}
+    table = patchmix.ablate("mix", data=str(images), out=tmp_path / "a", **settings)
+    assert f"{trained_run}, recipe adapt" in table.training
+    assert all(run.results["knn"].images == 12 and run.flops_per_image for run in table.runs)
+    again = patchmix.ablate("mix", data=str(images), out=tmp_path / "a", **settings)  # nothing is left to train
+    assert [run.results for run in again.runs] == [run.results for run in table.runs]
+    with pytest.raises(ValueError, match=r"\(optim.layer_decay: 0.8 → 0.5\)"):
+        patchmix.ablate("mix", data=str(images), out=tmp_path / "a", **settings, layer_decay=0.5)
+    del settings["init_from"]
+    with pytest.raises(ValueError, match="model same needs weights to start from; give --init-from WEIGHTS"):
+        patchmix.ablate("mix", data=str(images), out=tmp_path / "b", **settings)

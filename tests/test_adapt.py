@@ -31,6 +31,9 @@ SMALL = {k: v for k, v in SMALL_RUN.items() if k not in ("dim", "depth", "mean")
 SMALL |= {"epochs": 2, "batch_size": 32, "workers": 0, "device": "cpu", "drop_path": 0.0}
 
 
+SMALL_CONV = {k: v for k, v in SMALL.items() if k != "stem"}
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images without labels."""
@@ -140,6 +143,23 @@ def test_only_the_heads_learn_in_their_warm_up(trained_run: Path, tmp_path: Path
     assert heads and all(not torch.equal(tensor, less[name]) for name, tensor in heads.items())
 
 
+def test_a_frozen_stem_keeps_its_statistics(tmp_path: Path) -> None:
+    model = {"recipe": "demo", "model": "vit_tiny_patch8_32", "stem": "conv", "dim": 24, "depth": 2, "heads": 2}
+    start = patchmix.pretrain("shapes:64", tmp_path / "start", **SMALL | model).load()
+    warm = patchmix.adapt(tmp_path / "start", "shapes:64", tmp_path / "a", **SMALL_CONV, head_warmup=0.99)
+    assert warm.load().digest() == start.digest()  # running statistics included
+    run = patchmix.adapt(tmp_path / "start", "shapes:64", tmp_path / "b", **SMALL_CONV, freeze_blocks=1)
+    state = load_checkpoint(run.path / "checkpoints" / "last")["method"]
+    for name, tensor in start.weights.items():
+        if name.startswith(("patch_embed.", "blocks.0.")):
+            assert torch.equal(state[f"encoder.{name}"], tensor), name
+            assert torch.equal(state[f"momentum_copy.network.0.{name}"], tensor), name
+    free = patchmix.adapt(tmp_path / "start", "shapes:64", tmp_path / "c", **SMALL_CONV).load()
+    assert not torch.equal(
+        free.weights["patch_embed.proj.1.running_mean"], start.weights["patch_embed.proj.1.running_mean"]
+    )
+
+
 @pytest.mark.parametrize("data", ["shapes:512", "photos"])
 def test_a_run_that_goes_wrong_says_so_and_keeps_the_best(
     data: str, photos: Path, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -172,7 +192,8 @@ def test_a_resumed_run_ends_in_the_same_weights_and_knows_its_start(trained_run:
     again = patchmix.adapt(moved, "shapes:64", tmp_path / "cut", resume="auto", **settings)
     assert again.load().digest() == whole.load().digest()
     ends = [load_checkpoint(run.path / "checkpoints" / "last")["start"] for run in (whole, again)]
-    assert torch.equal(ends[0].pop("neighbors"), ends[1].pop("neighbors")) and ends[0] == ends[1]
+    assert all(torch.equal(ends[0].pop(name), ends[1].pop(name)) for name in ("neighbors", "correct"))
+    assert ends[0] == ends[1] and "knn_margin" in ends[0]["last"]
 
 
 def test_pretrain_says_where_the_weights_expect_another_normalization(
@@ -188,7 +209,7 @@ def test_mistakes(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         ("adapt", "nothing", "shapes:64"): "does not exist",
         ("adapt", str(trained_run)): "DATA is missing",
         ("adapt", str(trained_run), "shapes:64", "--freeze-blocks", "9", "--batch-size", "8"): "the model has 4 blocks",
-        ("pretrain", "shapes:64", "--recipe", "adapt"): "need weights to start from; give --init-from WEIGHTS",
+        ("pretrain", "shapes:64", "--recipe", "adapt"): "needs weights to start from; give --init-from WEIGHTS",
     }.items():
         with pytest.raises(SystemExit) as stop:
             main([*arguments, "--out", str(tmp_path / "x")])
@@ -228,6 +249,24 @@ def test_guard_with_labels() -> None:
         "(not step 30)"
     )
     assert guard(40, {"knn_train": 0.56}) is None and kept == [0, 10, 40] and guard_verdict(guard.state) is None
+
+
+def test_margin_is_the_noise_of_a_paired_comparison() -> None:
+    generator = np.random.default_rng(0)
+    before, flipped = generator.random(400) < 0.6, generator.random(400) < 0.1
+    after = before ^ flipped
+    compared = Neighbors({})
+    assert compared.margin(torch.from_numpy(before)) == 0.0
+    draws = generator.integers(400, size=(4000, 400))  # a bootstrap over images
+    spread = (after[draws].mean(axis=1) - before[draws].mean(axis=1)).std()
+    assert compared.margin(torch.from_numpy(after)) == pytest.approx(1.96 * spread, rel=0.05)
+
+
+def test_guard_leaves_noise_alone() -> None:
+    guard = Guard({}, lambda step: None)
+    guard(0, {"knn_train": 0.50, "knn_margin": 0.0})
+    assert guard(1, {"knn_train": 0.49, "knn_margin": 0.02}) is None and guard_verdict(guard.state) is None
+    assert guard(2, {"knn_train": 0.47, "knn_margin": 0.02}) is not None and guard_verdict(guard.state) is not None
 
 
 def test_guard_without_labels() -> None:

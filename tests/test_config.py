@@ -51,7 +51,7 @@ def test_another_method_starts_from_its_own_defaults() -> None:
         ({"area": "x"}, "views.area is 'x'; it must be a valid tuple"),
         ({"freeze_patch_embed": 7}, "model.freeze_patch_embed is 7; it must be a valid boolean"),
         ({"warmup_epochs": 900}, r"optim.warmup_epochs is 900; it must be below train.epochs \(300\)"),
-        ({"in_chans": 4}, "model.in_chans is 4; it must be 1 or 3"),
+        ({"in_chans": 0}, "model.in_chans is 0; it must be greater than or equal to 1"),
         ({"workers": -1}, "runtime.workers is -1"),
         ({"num_mix": "many"}, "method.num_mix is 'many'; it must be a valid integer.* or a valid tuple"),
         ({"mixed_query": 3}, "method.mixed_query is 3; it must be 1 or 2"),

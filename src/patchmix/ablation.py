@@ -21,7 +21,7 @@ from patchmix.evaluate.sweep import usual_epochs
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.recipes import start
 from patchmix.report.ablation_table import AblationRun, AblationTable, print_table, write_table
-from patchmix.run import Run, run_config
+from patchmix.run import Run, completed, run_config
 from patchmix.settings import Ablate
 from patchmix.study.ablation import VARIED, AblationRow, choose_rows, masked_weights, rows_of
 from patchmix.study.flops import config_flops
@@ -50,8 +50,10 @@ def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
     first = configs[chosen[0].name]
     with distributed.process_group(resolve_device(first.runtime.device)):
         console = console or Console(quiet=not distributed.is_main())
-        labeled = open_test_data(settings.test_data, data, console)
-        fingerprint = open_source(data, "train", cache_bytes=0, progress=False).fingerprint()
+        labeled = open_test_data(settings.test_data, data, console, first.model.in_chans)
+        fingerprint = open_source(
+            data, "train", cache_bytes=0, progress=False, in_chans=first.model.in_chans
+        ).fingerprint()
         for run, config in planned:
             check_found(Path(run.folder), config, fingerprint)
         distributed.barrier()
@@ -128,7 +130,8 @@ def describe(config: Config, row: AblationRow) -> str:
     """What all rows have in common."""
     epochs, minutes = config.train.epochs / row.length, (config.budget_minutes or 0.0) / row.length
     length = f"{minutes:g} min" if minutes else f"{epochs:g} epochs"
-    return f"{config.model.name}, recipe {config.recipe}, batch {config.train.batch_size}, {length}"
+    model = config.model.init_from if config.model.name == "same" else config.model.name
+    return f"{model}, recipe {config.recipe}, batch {config.train.batch_size}, {length}"
 
 
 # ------------------------------------------------------------------------------------------------- what is there
@@ -140,7 +143,7 @@ def check_found(folder: Path, config: Config, fingerprint: str) -> None:
     if not (folder / "config.yaml").is_file() or not (last or (folder / "encoder.safetensors").is_file()):
         return
     found = read_config(folder)
-    changed = differences(found, config)
+    changed = differences(found, completed(config, found))
     other_images = last is not None and load_checkpoint(last).get("data") != fingerprint
     if other_images or (last is None and found.data.path != config.data.path):
         changed.append(
@@ -173,7 +176,7 @@ def train_and_evaluate(
         run,
         images_seen=None if steps is None else steps["step"] * config.train.batch_size,
         seconds=None if steps is None else steps["seconds"],
-        flops_per_image=config_flops(config),
+        flops_per_image=config_flops(read_config(folder)),
         results={} if labeled is None else evaluate(Run(folder), labeled, data, config),
         health={key: value for key, value in health.items() if key not in ("kind", "step", "epoch")},
     )
@@ -182,10 +185,10 @@ def train_and_evaluate(
 # ----------------------------------------------------------------------------------------------------------- evaluation
 
 
-def open_test_data(test_data: str | Path | None, data: str | Path, console: Console) -> Labeled | None:
+def open_test_data(test_data: str | Path | None, data: str | Path, console: Console, in_chans: int) -> Labeled | None:
     """The labeled data, or None where there is none; data that was asked for must have labels."""
     try:
-        labeled = open_labeled(data if test_data is None else test_data)
+        labeled = open_labeled(data if test_data is None else test_data, in_chans=in_chans)
     except ValueError as error:
         if test_data is not None:
             raise

@@ -115,7 +115,12 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
 def build_teacher(config: Config) -> Teacher:
     if not config.method.options.teacher:
         raise ValueError("method distill learns from another encoder; give it with --teacher WEIGHTS")
-    backbone = load_backbone(config.method.options.teacher)
+    backbone, in_chans = load_backbone(config.method.options.teacher), config.model.in_chans
+    if backbone.architecture.in_chans != in_chans:
+        raise ValueError(
+            f"the teacher takes {backbone.architecture.in_chans} channels, the student {in_chans}; give --in-chans "
+            f"{backbone.architecture.in_chans}, or another teacher"
+        )
     student = {"student_mean": config.views.mean, "student_std": config.views.std}
     return Teacher(backbone.encoder(), mean=backbone.mean, std=backbone.std, **student)
 
@@ -146,7 +151,8 @@ def build_views(views: ViewsConfig, image_size: int) -> list[View]:
 
 
 def build_source(config: Config) -> Source:
-    source = open_source(config.data.path, "train", cache_bytes=round(config.data.cache_gb * 2**30))
+    cache_bytes, in_chans = round(config.data.cache_gb * 2**30), config.model.in_chans
+    source = open_source(config.data.path, "train", cache_bytes=cache_bytes, in_chans=in_chans)
     check_decodable(source)
     return source
 
@@ -215,7 +221,7 @@ def build_evaluators(
 ) -> list[Evaluator]:
     """Health of the features of some training images, kNN where they have labels, and LiDAR of the embeddings."""
     has_test = source.labels is not None and has_split(config.data.path, "test")
-    test = open_source(config.data.path, "test") if has_test else None
+    test = open_source(config.data.path, "test", in_chans=config.model.in_chans) if has_test else None
     bank, queries = config.runtime.monitor_bank, config.runtime.monitor_queries
     common: dict[str, Any] = {"mean": config.views.mean, "std": config.views.std, "device": device}
     two_views, few = build_views(config.views, image_size)[:2], min(LIDAR_IMAGES, bank)

@@ -62,7 +62,7 @@ class ViewsConfig:
     local_area: tuple[float, float] = (0.05, 0.35)  # Share of the image that a small crop covers.
     local_blur: Probability = 0.5  # Probability of blur of the small crops.
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    """Mean per channel, subtracted from the pixels; empty for that of the initial weights."""
+    """Mean per channel, subtracted from the pixels (white is 1); empty for that of the initial weights or the data."""
     std: tuple[float, ...] = (0.229, 0.224, 0.225)  # Standard deviation per channel; empty likewise.
 
 
@@ -78,7 +78,8 @@ class ModelConfig:
     freeze_blocks: Annotated[int, Ge(0)] = 0  # Freeze the embedding and this many of the first blocks.
     image_size: Count | None = None  # Side of the input in pixels.
     patch_size: Count | None = None  # Side of a patch in pixels.
-    in_chans: Literal[1, 3] = 3  # Input channels: 1 for grayscale, 3 for RGB.
+    in_chans: Count = 3
+    """Input channels: 1 for grayscale, 3 for RGB; others are read from TIFF files and arrays."""
     dim: Count | None = None  # Width of the tokens.
     depth: Count | None = None  # Number of blocks.
     heads: Count | None = None  # Number of attention heads.

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from patchmix.build import build_encoder, encoder_config
+from patchmix.data.decode import pixel_channels
 from patchmix.data.sources import open_source
 from patchmix.device import resolve_device
 from patchmix.evaluate.features import MOST_BYTES, Features
@@ -87,7 +88,10 @@ def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
     entries = list(find_entries(settings))
     names = unique_names([entry.name for entry in entries])
     entries = [replace(entry, name=name) for entry, name in zip(entries, names, strict=True)]
-    sets = [open_set(name, settings) for name in settings.data]
+    channels = {entry.backbone.architecture.in_chans for entry in entries}
+    if len({pixel_channels(count) for count in channels}) > 1:
+        raise ValueError(f"the encoders take {' and '.join(map(str, sorted(channels)))} channels; evaluate them apart")
+    sets = [open_set(name, settings, min(channels)) for name in settings.data]
     scores: list[Score] = []
     with run_lock(settings.out):
         known = read_results(settings.out)
@@ -143,16 +147,16 @@ def untrained(source: str, backbone: Backbone) -> Backbone:
     return replace(backbone, weights=encoder.state_dict(), origin={}, name=UNTRAINED)
 
 
-def open_set(name: str, settings: Evaluate) -> DataSet:
+def open_set(name: str, settings: Evaluate, in_chans: int) -> DataSet:
     """Labeled images, images with masks, or both: a folder with masks may have classes below images/."""
     root, masked, labeled = Path(name), None, None
     if has_masks(root):
-        masked = open_masks(root, ignored=settings.ignore_index)
+        masked = open_masks(root, ignored=settings.ignore_index, in_chans=in_chans)
         root /= "images"
     if masked is None:
-        labeled = open_labeled(name)
+        labeled = open_labeled(name, in_chans=in_chans)
     elif root.is_dir() and open_source(root, "train", class_folders=True, cache_bytes=0).labels is not None:
-        labeled = open_labeled(root)
+        labeled = open_labeled(root, in_chans=in_chans)
     if labeled is not None:
         labeled = labeled.with_test()
         if "few-shot" in (settings.protocols or TITLES):  # finds a class with too few images before the long part

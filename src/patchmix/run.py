@@ -15,7 +15,10 @@ from torch import nn
 from patchmix import build, distributed
 from patchmix.config import Config, differences, from_dict, read_config, to_dict, to_yaml, validate
 from patchmix.data.contract import Source
+from patchmix.data.decode import pixel_channels
+from patchmix.data.memory import mean_and_std
 from patchmix.data.python import name_of
+from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.device import resolve_device
 from patchmix.evaluate.finetune import finetune
 from patchmix.evaluate.guard import Guard, Neighbors, guard_verdict
@@ -100,8 +103,9 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
     with group, run_lock(out) if distributed.is_main() else nullcontext():
         state = _find_checkpoint(config, out, resume)
         start = None if state is not None or config.model.init_from is None else load_backbone(config.model.init_from)
-        config = _completed(config, start if state is None else from_dict(state["config"]))
+        config = completed(config, start if state is None else from_dict(state["config"]))
         source = build.build_source(config)
+        config = _measured(config, source)
         if state is not None and state["data"] != source.fingerprint():
             raise ValueError(
                 f"{source.name} is not the data that the checkpoint was trained on; resume with the same data"
@@ -123,6 +127,8 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
             projects = {name: getattr(config.runtime, name) for name in TRACKERS}
             log.track({name: project for name, project in projects.items() if project}, to_dict(config))
             log.say(_introduction(config, source, architecture, encoder, str(device)))
+            if config.model.in_chans not in (1, 3):
+                log.say(f"{config.model.in_chans} channels: views have brightness, contrast and blur, no colors")
             if start is not None and (start.mean, start.std) != (config.views.mean, config.views.std):
                 log.say(f"warning: the weights expect mean {start.mean}, std {start.std}; add --mean and --std")
             normal = "a loss is normal between its floor and its chance level; both are in metrics.jsonl"
@@ -182,7 +188,7 @@ def _find_checkpoint(config: Config, out: Path, resume: str | Path | None) -> di
         path = found
     state = load_checkpoint(path)
     saved = from_dict(state["config"])
-    changed = differences(saved, _completed(config, saved))
+    changed = differences(saved, completed(config, saved))
     if changed:
         raise ValueError(
             f"{path} was made with another configuration ({'; '.join(changed)}); resume with the same one, or start "
@@ -201,20 +207,39 @@ def _prepare_folder(out: Path, config: Config) -> None:
         raise ValueError(f"can't write to {out} ({error.strerror}); choose another --out") from error
 
 
-def _completed(config: Config, like: Config | Backbone | None) -> Config:
-    """The configuration with what it takes from the weights to start from: architecture, mean and std."""
-    if like is None:
-        if config.model.name == "same" or not (config.views.mean and config.views.std):
-            raise ValueError("model same and an empty mean or std need weights to start from; give --init-from WEIGHTS")
-        return config
-    shape, normalization = (like.model, like.views) if isinstance(like, Config) else (like.architecture, like)
+def completed(config: Config, like: Config | Backbone | None) -> Config:
+    """The configuration with what it takes from the weights to start from: architecture, mean and std.
+
+    Mean and std that are empty after this are measured. Colors are changed in RGB only.
+    """
     taken: dict[str, Any] = {}
+    shape: Any = like.model if isinstance(like, Config) else None if like is None else like.architecture
     if config.model.name == "same":
+        if shape is None:
+            raise ValueError("model same needs weights to start from; give --init-from WEIGHTS")
         sizes = ("image_size", "patch_size", "dim", "depth", "heads")
         taken = {name: getattr(shape, name) for name in sizes if getattr(config.model, name) is None}
         taken |= {"model": shape.name, "stem": shape.stem}
-    taken |= {name: getattr(normalization, name) for name in ("mean", "std") if not getattr(config.views, name)}
+        taken["in_chans"] = shape.in_chans if config.model.in_chans == 3 else config.model.in_chans
+    in_chans = taken.get("in_chans", config.model.in_chans)
+    channels, normalization = pixel_channels(in_chans), like.views if isinstance(like, Config) else like
+    for name, usual in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
+        given, known = getattr(config.views, name), getattr(normalization, name, ())
+        if len(given) not in (0, channels) and given != usual:
+            raise ValueError(f"{name} has {len(given)} values for {channels} channels; give {channels}, or none")
+        taken[name] = given if len(given) == channels else known if len(known) == channels else ()
+    if channels != 3:
+        taken |= {"saturation": 0.0, "hue": 0.0, "gray": 0.0, "solarize": (0.0, 0.0)}
     return config.replace(**taken)
+
+
+def _measured(config: Config, source: Source) -> Config:
+    """The configuration with the data's mean and std where it has none."""
+    missing = [name for name in ("mean", "std") if not getattr(config.views, name)]
+    if not missing:
+        return config
+    mean, std = mean_and_std(source, progress=distributed.is_main())
+    return config.replace(**{name: value for name, value in (("mean", mean), ("std", std)) if name in missing})
 
 
 def _record(config: Config, start: Backbone | None) -> dict[str, Any]:
@@ -242,7 +267,7 @@ def _finish(
 
 
 def _without_neighbors(compared: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in compared.items() if name != "neighbors"}
+    return {name: value for name, value in compared.items() if name not in ("neighbors", "correct")}
 
 
 def _save_encoder(

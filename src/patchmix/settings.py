@@ -296,10 +296,11 @@ class Import:
     """Import another project's encoder. Every command then works on OUT as on a run."""
 
     checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT")]
-    """Checkpoint of the authors' PatchMix, MoCo v3, DINO, iBOT, MAE, timm or torchvision."""
+    """Checkpoint of the authors' PatchMix, MoCo v3, DINO, DINOv2, DINOv3, iBOT, MAE, timm or torchvision."""
     out: Path  # A folder for encoder.safetensors.
     format: str | None = None
-    """Format: patchmix-authors, mocov3, dino, ibot, mae, timm or torchvision; by default recognized by its keys."""
+    """Format: patchmix-authors, mocov3, dino, dinov2, dinov3, ibot, mae, timm or torchvision; by default recognized by
+    its keys."""
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
     heads: Count | None = None  # Number of attention heads, which tensors don't show; needed for unusual widths.
     image_size: Count | None = None  # Image size; by default that of the position embedding.

@@ -31,7 +31,10 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def load(self, index: int) -> Pixels:
-        """uint8 (H, W, 3), RGB, upright; shared, so not to be written to. Raises DecodeError."""
+        """(H, W, C), upright; shared, so not to be written to. Raises DecodeError.
+
+        uint8 or, in 16-bit files, uint16; float32 in arrays. RGB, unless the encoder takes other channels.
+        """
 
     def key(self, index: int) -> str:
         """The sample's own name: its path below the root, or "train.parquet#123"."""
@@ -69,6 +72,8 @@ def groups_of(source: Source) -> Groups | None:
 @runtime_checkable
 class Encoded(Protocol):
     """A source that still has its images as files."""
+
+    channels: int  # to read; 3 is RGB
 
     def encoded(self, index: int) -> bytes:
         """The image file's bytes, as they are. Raises DecodeError."""

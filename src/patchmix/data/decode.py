@@ -1,23 +1,32 @@
-"""Bytes → upright RGB pixels: uint8 (H, W, 3).
+"""Bytes → upright RGB pixels, or as many channels as an encoder takes: (H, W, C).
 
 OpenCV decodes what it decodes right and fast (8-bit JPEG and PNG without alpha); Pillow does the rest. Pixels with
-alpha are composited over white. 16-bit images keep their high byte. An animation is its first frame.
+alpha are composited over white. An animation is its first frame. `decode` gives 8 bits; `read_image` keeps the depth of
+16-bit files and of arrays, and reads other numbers of channels than RGB's with NumPy and tifffile.
 """
 
 import io
+import logging
 import struct
 import warnings
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 import numpy.typing as npt
+import tifffile
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-Pixels = npt.NDArray[np.uint8]
+Pixels = npt.NDArray[Any]  # uint8 (H, W, 3) unless said otherwise
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 MAX_PIXELS = 100_000_000  # against decompression bombs; checked in the header, before anything is decoded
+
+_JPEG, _PNG, _NPY = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_SPECIAL_CHUNKS = (b"tRNS", b"eXIf", b"acTL")  # of PNG: a transparent color, orientation, animation
+logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is said once, by DecodeError
 
 _REDUCED_FLAGS = {2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4, 8: cv2.IMREAD_REDUCED_COLOR_8}
 
@@ -61,12 +70,147 @@ def decode(data: bytes, key: str) -> Pixels:
     return pixels
 
 
+def pixel_channels(in_chans: int) -> int:
+    """The channels of the images that an encoder of `in_chans` is given: RGB for 1, which is their mean, and 3."""
+    return 3 if in_chans == 1 else in_chans
+
+
+def read_image(data: bytes, key: str, channels: int = 3) -> Pixels:
+    """As `decode`, but in the file's own depth, and with as many channels: uint8, uint16 or float32 (H, W, channels).
+
+    .npy files and, unless channels are 3, TIFF files are taken as they are: (H, W, C), (C, H, W) or (H, W).
+    """
+    if data.startswith(_NPY):
+        return as_pixels(_read_npy(data, key), key, channels)
+    if channels == 3:
+        deep = _decode_16_bits(data, key)
+        return decode(data, key) if deep is None else deep
+    if data.startswith(_TIFF):
+        return as_pixels(_read_tiff(data, key), key, channels)
+    raise DecodeError(key, f"{channels} channels are read from TIFF and .npy files only; give such files")
+
+
+def is_plain(data: bytes, channels: int) -> bool:
+    """Whether `size_of` knows the shape of what `read_image` gives: uint8 (H, W, 3)."""
+    deep_png = data.startswith(_PNG) and data[24:25] == b"\x10"
+    return channels == 3 and not deep_png and not data.startswith((_NPY, *_TIFF))
+
+
+def shape_of(data: bytes, key: str, channels: int) -> tuple[int, int, int, int]:
+    """Height, width, channels and bytes per value of what `read_image` gives; from the header, where that has them."""
+    if is_plain(data, channels):
+        return *size_of(data, key), 3, 1
+    image = read_image(data, key, channels)
+    return *image.shape, image.itemsize
+
+
+def as_pixels(array: npt.NDArray[Any], key: str, channels: int) -> Pixels:
+    """An array (H, W), (H, W, C) or (C, H, W) as (H, W, channels); gray becomes RGB where channels are 3."""
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if array.ndim == 2:
+        array = array[:, :, None]
+    fitting = (channels, 1) if channels == 3 else (channels,)
+    if array.ndim == 3 and array.shape[2] not in fitting and array.shape[0] in fitting:
+        array = array.transpose(1, 2, 0)
+    if array.ndim != 3 or array.shape[2] not in fitting:
+        hint = f"; use an encoder with --in-chans {min(array.shape)}" if array.ndim == 3 else ""
+        raise DecodeError(key, f"its shape is {array.shape}, not (H, W, {channels}) or ({channels}, H, W){hint}")
+    _check_size(array.shape[0], array.shape[1] * -(-channels // 3), key)
+    if array.dtype not in (np.uint8, np.uint16):
+        if array.dtype.kind != "f" and array.dtype != np.int16:
+            raise DecodeError(key, f"its values are {array.dtype}; give uint8, uint16, int16 or floats")
+        array = array.astype(np.float32)
+        low, high = float(array.min()), float(array.max())
+        if not np.isfinite([low, high]).all():
+            raise DecodeError(key, "it has NaN or infinite values; fill them")
+        if channels == 3 and not 0 <= low <= high <= 1:
+            raise DecodeError(key, f"its floats span {low:.3g} to {high:.3g}; give RGB in [0, 1], or uint8 or uint16")
+    if array.shape[2] != channels:
+        array = np.repeat(array, channels, axis=2)
+    return np.ascontiguousarray(array)
+
+
+def to_unit(pixels: Pixels) -> npt.NDArray[np.float32]:
+    """Integers → float32 in 0…1; floats are what they are."""
+    white = {np.dtype(np.uint8): 255, np.dtype(np.uint16): 65535}.get(pixels.dtype, 1)
+    return pixels.astype(np.float32) / np.float32(white)
+
+
+def to_picture(pixels: Pixels) -> Pixels:
+    """uint8 (H, W, 3) to look at: 8 bits of RGB; of other channels the first three, each from its darkest 2 % on."""
+    values = to_unit(pixels)
+    if pixels.shape[2] != 3:
+        values = values[:, :, [0, 1, 2] if pixels.shape[2] > 3 else [0, 0, 0]]
+        low, high = np.percentile(values, (2, 98), axis=(0, 1))
+        values = (values - low) / np.maximum(high - low, 1e-12)
+    return pixels if pixels.dtype == np.uint8 and pixels.shape[2] == 3 else (values.clip(0, 1) * 255).astype(np.uint8)
+
+
+def _read_npy(data: bytes, key: str) -> npt.NDArray[Any]:
+    try:
+        file = io.BytesIO(data)
+        version = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+        if int(np.prod(shape, dtype=object)) * dtype.itemsize > len(data):  # before a damaged header takes memory
+            raise ValueError("it ends before its pixels do")
+        array: npt.NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        return array
+    except Exception as error:  # NumPy raises nearly anything on damaged files
+        raise DecodeError(key, _reason(error)) from error
+
+
+def _read_tiff(data: bytes, key: str) -> npt.NDArray[Any]:
+    """All samples of all pages, without regard to colors."""
+    try:
+        with tifffile.TiffFile(io.BytesIO(data)) as file:
+            series = file.series[0]
+            if series.size > 3 * MAX_PIXELS:
+                raise ValueError(f"{series.size:,} values are more than the limit of {3 * MAX_PIXELS:,}")
+            return np.asarray(series.asarray())
+    except Exception as error:  # as above
+        missing = "imagecodecs" in str(error)
+        hint = "; install it with pip install 'patchmix-ssl[tiff]'" if missing else ""
+        raise DecodeError(key, _reason(error) + hint) from error
+
+
+def _decode_16_bits(data: bytes, key: str) -> Pixels | None:
+    """uint16 (H, W, 3) of a gray or RGB file of 16 bits, upright and without alpha; None for all others."""
+    if data.startswith(_PNG):
+        header = read_header(data)
+        deep = header is not None and data[24:26] in (b"\x10\0", b"\x10\2") and _is_complete(data)
+        deep = deep and not any(chunk in data for chunk in _SPECIAL_CHUNKS)
+        if header is not None:
+            _check_size(header.height, header.width, key)
+    elif data.startswith(_TIFF):
+        try:
+            with _open_pillow(data, key) as image:
+                tags = getattr(image, "tag_v2", {})
+                deep = tags.get(258) in ((16,), (16,) * 3) and tags.get(274, 1) == 1 and tags.get(262) in (1, 2)
+                deep = deep and set(tags.get(339, (1,))) == {1}  # unsigned
+        except DecodeError as error:
+            found = None
+            with suppress(DecodeError):
+                found = min(_read_tiff(data, key).shape)
+            if found is not None:
+                raise DecodeError(key, f"it has {found} channels; use an encoder with --in-chans {found}") from error
+            raise
+    else:
+        return None
+    if not deep:
+        return None
+    pixels: Any = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION)
+    if pixels is None or pixels.dtype != np.uint16:
+        return None
+    return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_GRAY2RGB if pixels.ndim == 2 else cv2.COLOR_BGR2RGB))
+
+
 def decode_reduced(data: bytes, key: str, size: tuple[int, int], reduction: int) -> Pixels | Reduced:
     """As `decode`, but a JPEG at 1 / `reduction` (1, 2, 4 or 8) of its scale, which its transform makes cheap.
 
     size: (height, width) from `size_of`. Other formats gain nothing and are decoded whole.
     """
-    if reduction == 1 or data[:3] != b"\xff\xd8\xff":
+    if reduction == 1 or not data.startswith(_JPEG):
         return decode(data, key)
     pixels = _decode_opencv(data, read_header(data), _REDUCED_FLAGS[reduction])
     if pixels is None or pixels.shape[:2] != tuple(-(-side // reduction) for side in size):
@@ -80,7 +224,14 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
     if header is not None and header.simple:
         _check_size(header.height, header.width, key)
         return header.height, header.width
-    with _open_pillow(data, key) as image:
+    try:
+        opened = _open_pillow(data, key)
+    except DecodeError:
+        with suppress(Exception), tifffile.TiffFile(io.BytesIO(data)) as file:  # of many channels
+            page: Any = file.pages[0]
+            return int(page.imagelength), int(page.imagewidth)
+        raise
+    with opened as image:
         try:
             if image.format == "TIFF":  # whose size Pillow has turned already, or not: it depends on its version
                 upright = ImageOps.exif_transpose(image)
@@ -94,9 +245,9 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
 def read_header(data: bytes) -> Header | None:
     """Size and kind from the first bytes of a JPEG or PNG; None where it takes Pillow to read them."""
     try:
-        if data[:3] == b"\xff\xd8\xff":
+        if data.startswith(_JPEG):
             return _jpeg_header(data)
-        return _png_header(data) if data[:8] == b"\x89PNG\r\n\x1a\n" else None
+        return _png_header(data) if data.startswith(_PNG) else None
     except (IndexError, struct.error):  # cut off inside its header
         return None
 
@@ -125,9 +276,8 @@ def _jpeg_header(data: bytes) -> Header | None:
 def _png_header(data: bytes) -> Header:
     width, height, depth, color = struct.unpack_from(">IIBB", data, 16)
     simple = depth == 8 and color in (0, 2)
-    # Transparent color, orientation and animation live in chunks of their own. A chance match inside the
-    # compressed pixels only means the slower way.
-    simple = simple and not any(chunk in data for chunk in (b"tRNS", b"eXIf", b"acTL"))
+    # A chance match inside the compressed pixels only means the slower way.
+    simple = simple and not any(chunk in data for chunk in _SPECIAL_CHUNKS)
     return Header(height, width, simple)
 
 

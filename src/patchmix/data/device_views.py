@@ -79,9 +79,18 @@ def color_rows(drawn: Parameters) -> npt.NDArray[np.float32]:
 
 
 def change_colors(images: Tensor, rows: Tensor, *, max_sigma: float) -> Tensor:
-    """uint8 (N, h, w, 3), rows (N, 11) → float32 (N, 3, h, w) in 0…255, contiguous; no sigma is above `max_sigma`."""
+    """A loader's (N, h, w, C), rows (N, 11) → float32 (N, C, h, w) in 0…255, contiguous; sigmas ≤ `max_sigma`.
+
+    What is not RGB gets brightness, contrast and blur only.
+    """
     pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    if images.dtype != torch.uint8:
+        pixels = pixels * 255
     order, factors = rows[:, _ORDER], rows[:, _FACTORS]
+    if pixels.shape[1] != 3:
+        for place in range(4):
+            pixels = _blend(pixels, order[:, place], factors, active=order[:, place] < 2)
+        return _blur(pixels, rows[:, _SIGMA], math.ceil(BLUR_REACH * max_sigma))
     # Turning the hue costs most. All images do it at once, between the operations before and after it.
     turn_at = order.argmax(dim=1)
     for place in (0, 1, 2):
@@ -113,10 +122,12 @@ def _blend(pixels: Tensor, operation: Tensor, factors: Tensor, *, active: Tensor
     """
     chosen = factors.gather(1, operation.clamp(max=2).long()[:, None])[:, 0]
     factor, operation = _per_image(torch.where(active, chosen, 1.0)), _per_image(operation)
-    luma = _luma(pixels)
-    mean = luma.mean(dim=(1, 2, 3), keepdim=True)
+    rgb = pixels.shape[1] == 3
+    luma = _luma(pixels) if rgb else pixels
+    mean = luma.mean(dim=(2, 3), keepdim=True)  # of each channel, where these are no colors
     towards = torch.where(operation == 1, mean, luma * (operation == 2))
-    return torch.lerp(towards, pixels, factor).clamp_(0, 255)
+    blended = torch.lerp(towards, pixels, factor)
+    return blended.clamp_(0, 255) if rgb else blended
 
 
 def _turn_hue(pixels: Tensor, turn: Tensor) -> Tensor:

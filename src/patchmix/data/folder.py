@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from patchmix.data.contract import Labels
-from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode
+from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, read_image
 from patchmix.progress import progress_bar
 
 _SUFFIXES = tuple(extension.encode() for extension in EXTENSIONS)
@@ -21,10 +21,12 @@ class FolderSource:
     `classes`: names of first-level sub-folders that label the images; None for no labels.
     """
 
+    channels = 3
+
     def __init__(self, root: Path, *, name: str, classes: tuple[str, ...] | None = None) -> None:
         paths = list_images(root)
         if not paths:
-            raise ValueError(f"no images in {str(root)!r}; files ending in {', '.join(EXTENSIONS)} are taken")
+            raise ValueError(f"no images in {str(root)!r}; files ending in {', '.join(EXTENSIONS)} or .npy are taken")
         self.name = name
         self.root = root
         self.classes = classes
@@ -40,7 +42,7 @@ class FolderSource:
         return self.root / os.fsdecode(self._paths[index].as_py())
 
     def load(self, index: int) -> Pixels:
-        return decode(self.encoded(index), self.key(index))
+        return read_image(self.encoded(index), self.key(index), self.channels)
 
     def encoded(self, index: int) -> bytes:
         """The image file's bytes, as they are. Raises DecodeError."""
@@ -68,9 +70,11 @@ class FolderSource:
 def list_images(root: Path) -> list[bytes]:
     """Relative paths of all images below `root`, sorted; hidden files and folders are left out.
 
-    Folders behind symbolic links come after all others, and a folder is entered once: loops end.
+    Where there are none, of all .npy files: beside images these hold something else. Folders behind symbolic links come
+    after all others, and a folder is entered once: loops end.
     """
     found: list[bytes] = []
+    arrays: list[bytes] = []
     entered: set[tuple[int, int]] = set()
     pending: list[bytes] = [b""]
     links: list[bytes] = []
@@ -95,10 +99,12 @@ def list_images(root: Path) -> list[bytes]:
                         pending.append(path)
                     elif entry.name.lower().endswith(_SUFFIXES) and entry.is_file():
                         found.append(path)
+                    elif entry.name.lower().endswith(b".npy") and entry.is_file():
+                        arrays.append(path)
                     elif entry.is_symlink() and os.path.isdir(entry.path):  # noqa: PTH112 (Path has no bytes)
                         links.append(path)
             advance(len(found) - before)
-    return sorted(found)
+    return sorted(found or arrays)
 
 
 def class_names(root: Path) -> tuple[str, ...] | None:

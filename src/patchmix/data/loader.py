@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from patchmix.data.contract import Encoded, Indices, Source, groups_of
-from patchmix.data.decode import DecodeError, Pixels, Reduced, decode_reduced, size_of
+from patchmix.data.decode import DecodeError, Pixels, Reduced, decode_reduced, is_plain, read_image, size_of
 from patchmix.data.randomness import Order, hash_words
 from patchmix.data.views import Transform
 
@@ -41,7 +41,7 @@ _LOOKS = 10  # within the time-out; a process that was suspended for long loses 
 class Batch:
     """n samples, each in some views."""
 
-    views: list[Tensor]  # per view: uint8 (n, h, w, 3)
+    views: list[Tensor]  # per view: uint8 (n, h, w, 3), or float32 (n, h, w, C) in units of white
     indices: Tensor  # int64 (n,): positions in the source of the samples really used
     labels: Tensor | None  # int64 (n,)
     epoch: int
@@ -182,6 +182,8 @@ class _Batches(Dataset[Batch | ValueError]):
         if reduction is None or not isinstance(self._source, Encoded):
             return self._source.load(position)
         data, key = self._source.encoded(position), self._source.key(position)
+        if not is_plain(data, self._source.channels):
+            return read_image(data, key, self._source.channels)
         size = size_of(data, key)
         return decode_reduced(data, key, size, reduction(*size, epoch=epoch, index=position))
 

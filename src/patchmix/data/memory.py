@@ -6,26 +6,28 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from patchmix.data.contract import Encoded, Indices, Labels, Source, groups_of
-from patchmix.data.decode import DecodeError, Pixels, size_of
+from patchmix.data.decode import DecodeError, Pixels, shape_of, to_unit
 from patchmix.data.randomness import permutation
 from patchmix.progress import progress_bar
 
 _CHUNK = 128  # samples that a thread takes at once
 _TRIED_GROUPS = 8  # shards or row groups that a first check reads from
+_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.float32}  # by their bytes
 
 
 @dataclass(eq=False)
 class InMemorySource:
-    """Decoded images, one after the other in one uint8 block; knows which ones could not be decoded."""
+    """Decoded images, one after the other in one block of bytes; knows which ones could not be decoded."""
 
     pixels: Tensor  # uint8 (bytes,)
-    shapes: Indices  # (len, 2), height and width, 0 x 0 for a bad one
+    shapes: Indices  # (len, 4): height, width, channels, bytes per value; 0 for a bad one
     name: str
     labels: Labels | None
     classes: tuple[str, ...] | None
@@ -42,10 +44,11 @@ class InMemorySource:
     def load(self, index: int) -> Pixels:
         if index in self.bad:
             raise DecodeError(self.key(index), self.bad[index])
-        height, width = self.shapes[index].tolist()
-        start = int(self._starts[index])
+        *shape, width = self.shapes[index].tolist()
+        start, size = int(self._starts[index]), int(self.shapes[index].prod())
         pixels: Pixels = self.pixels.numpy()  # made here: in a pickle, an array would be a second copy
-        return pixels[start : start + height * width * 3].reshape(height, width, 3)
+        image: Pixels = pixels[start : start + size].view(_DTYPES[width]).reshape(shape)
+        return image
 
     def key(self, index: int) -> str:
         return self.key_of(index)
@@ -57,13 +60,12 @@ class InMemorySource:
 def from_array(
     images: Pixels, labels: Labels | None, classes: tuple[str, ...] | None, *, name: str, prefix: str, fingerprint: str
 ) -> InMemorySource:
-    """A source from uint8 (N, H, W, 3) that is in memory anyway."""
-    count, height, width = images.shape[:3]
-    pixels = _shared_block(images.size)
-    pixels.numpy()[:] = images.reshape(-1)
+    """A source from (N, H, W, C) that is in memory anyway."""
+    pixels = _shared_block(images.nbytes)
+    pixels.numpy()[:] = images.reshape(-1).view(np.uint8)
     return InMemorySource(
         pixels,
-        np.tile(np.array([height, width], np.int64), (count, 1)),
+        np.tile(np.array([*images.shape[1:], images.itemsize], np.int64), (len(images), 1)),
         name=name,
         labels=labels,
         classes=classes,
@@ -76,20 +78,21 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
     """Decode `source` once into shared memory; returned unchanged when its pixels need more than `cache_bytes`."""
     if isinstance(source, InMemorySource) or cache_bytes <= 0:
         return source
-    shapes = np.zeros((len(source), 2), np.int64)
+    shapes = np.zeros((len(source), 4), np.int64)
     bad: dict[int, str] = {}
 
     def measure(index: int) -> None:
         if isinstance(source, Encoded):
-            shapes[index] = size_of(source.encoded(index), source.key(index))
+            shapes[index] = shape_of(source.encoded(index), source.key(index), source.channels)
         else:
-            shapes[index] = source.load(index).shape[:2]
+            image = source.load(index)
+            shapes[index] = *image.shape, image.itemsize
 
     def fill(index: int) -> None:
         image = source.load(index)
-        if image.shape[:2] != tuple(shapes[index]):
+        if (*image.shape, image.itemsize) != tuple(shapes[index]):
             raise DecodeError(source.key(index), "its header says another size")
-        block[starts[index] : starts[index] + image.size] = image.reshape(-1)
+        block[starts[index] : starts[index] + image.nbytes] = image.reshape(-1).view(np.uint8)
 
     def run(action: Callable[[int], None], chunk: range) -> range:
         for index in chunk:
@@ -105,7 +108,7 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
     lanes, total = (os.cpu_count() or 1) * 2, 0
     for first in range(0, len(chunks), lanes):  # a few at a time, because a large set must be given up early
         for chunk in pool.map(partial(run, measure), chunks[first : first + lanes]):
-            total += 3 * int(shapes[chunk.start : chunk.stop].prod(axis=1).sum())
+            total += int(shapes[chunk.start : chunk.stop].prod(axis=1).sum())
         if total > cache_bytes:
             return source
     starts, pixels = _starts(shapes), _shared_block(total)
@@ -158,6 +161,37 @@ def check_decodable(source: Source, *, sample: int = 1000, limit: float = 0.01) 
     return tuple(bad)
 
 
+def mean_and_std(
+    source: Source, *, sample: int = 2000, progress: bool = True
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of each channel over all pixels of a random sample (of fewer images: of all), in units of white; 6 digits."""
+    positions = some_positions(source, sample).tolist()
+    sums: Any = 0.0  # (3, C): pixels, their sum, the sum of their squares
+    with progress_bar(f"mean and std of {source.name}", len(positions), progress) as advance:
+        for found in _decoding_threads().map(partial(_sums, source), positions):
+            sums = sums + found
+            advance(1)
+    if np.ndim(sums) == 0:
+        raise ValueError(f"{source.name} has no image that can be decoded; give other data")
+    count, total, squares = sums
+    mean = total / count
+    std = np.sqrt(np.maximum(squares / count - mean**2, 0))
+    if (constant := np.flatnonzero(std <= 1e-6 * np.abs(mean))).size:
+        raise ValueError(
+            f"channel {constant[0]} of {source.name} has the same value everywhere; remove it, or give --mean and --std"
+        )
+    return tuple(float(f"{x:.6g}") for x in mean), tuple(float(f"{x:.6g}") for x in std)
+
+
+def _sums(source: Source, index: int) -> Any:
+    try:
+        values = to_unit(source.load(index)).astype(np.float64)
+    except DecodeError:
+        return 0.0
+    pixels = values.reshape(-1, values.shape[2])
+    return np.stack([np.full(pixels.shape[1], len(pixels)), pixels.sum(axis=0), np.square(pixels).sum(axis=0)])
+
+
 def some_positions(source: Source, sample: int) -> Indices:
     """Random positions: (at most sample,); of a few groups only, where reading from many costs a lot."""
     groups = groups_of(source)
@@ -178,7 +212,7 @@ def _why_bad(source: Source, index: int) -> str | None:
 
 
 def _starts(shapes: Indices) -> Indices:
-    sizes = shapes.prod(axis=1) * 3
+    sizes = shapes.prod(axis=1)
     starts: Indices = np.cumsum(sizes) - sizes
     return starts
 

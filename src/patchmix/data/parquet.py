@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from patchmix.data.contract import Groups, Labels
-from patchmix.data.decode import DecodeError, Pixels, decode
+from patchmix.data.decode import DecodeError, Pixels, read_image
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
@@ -24,6 +24,8 @@ _MOST_GROUPS = 64
 
 class ParquetSource:
     """The rows of some parquet files, in the order of the files."""
+
+    channels = 3
 
     def __init__(self, files: Sequence[str | Path], *, name: str) -> None:
         self.name = name
@@ -64,7 +66,7 @@ class ParquetSource:
         return self._length
 
     def load(self, index: int) -> Pixels:
-        return decode(self.encoded(index), self.key(index))
+        return read_image(self.encoded(index), self.key(index), self.channels)
 
     def key(self, index: int) -> str:
         file, _ = self._owners[self._group_of(index)]

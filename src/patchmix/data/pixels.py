@@ -1,5 +1,6 @@
 """Pixel operations on uint8 (H, W, 3), RGB: bicubic resizing, and the colors of torchvision's ColorJitter.
 
+Images of other depths and channels are float32 (H, W, C), with white at 1, from resizing on. RGB is clipped to 0…1.
 Resizing is bicubic with antialiasing as in Pillow and torchvision (a = -0.5; OpenCV's has a = -0.75 and none). Color
 operations are 3 x 3 or 3 x 4 matrices for OpenCV's `transform`, which works in fixed point and clips to 0…255.
 """
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from patchmix.data.decode import Pixels
+from patchmix.data.decode import Pixels, to_unit
 
 Matrix = npt.NDArray[np.float32]
 
@@ -28,12 +29,20 @@ _SMALL = 38
 # OpenBLAS may start threads for products of more than 2^18 (older versions) multiplications, here 9 per unit; in many
 # workers at once that would be slow.
 _ONE_THREAD = 2**18 // 9
+_MOST_CHANNELS = 64  # that OpenCV is given at once; it takes 128 or, in older versions, 512
 _ZERO, _WHITE = np.float32(0), np.float32(255)
 
 
 def resize(image: Pixels, height: int, width: int) -> Pixels:
-    """uint8 (H, W, 3), contiguous or a crop of something larger → a new uint8 (height, width, 3)."""
+    """(H, W, C), contiguous or a crop of something larger → new: uint8 RGB (height, width, 3), others as floats."""
     rows, columns = image.shape[:2]
+    if not is_rgb8(image):
+        values = to_unit(image)
+        if (rows, columns) != (height, width):
+            planes = torch.from_numpy(values)[None].permute(0, 3, 1, 2)
+            planes = F.interpolate(planes, size=(height, width), mode="bicubic", antialias=True)
+            values = planes[0].permute(1, 2, 0).numpy()
+        return np.ascontiguousarray(values if image.dtype == np.float32 and image.shape[2] != 3 else values.clip(0, 1))
     if rows == height and columns == width:
         return image.copy()
     if max(rows, columns, height, width) <= _SMALL:
@@ -45,6 +54,10 @@ def resize(image: Pixels, height: int, width: int) -> Pixels:
     batch = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     resized = F.interpolate(batch, size=(height, width), mode="bicubic", antialias=True)
     return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
+
+
+def is_rgb8(image: Pixels) -> bool:
+    return image.dtype == np.uint8 and image.shape[2] == 3
 
 
 def _resize_small(image: Pixels, rows: int, columns: int, height: int, width: int) -> Pixels:
@@ -87,6 +100,12 @@ def _across_weights(size: int, target: int) -> Matrix:
     return np.ascontiguousarray(np.kron(_weights(size, target).T, np.eye(3, dtype=np.float32)))
 
 
+def transform(pixels: Pixels, matrix: Matrix) -> Pixels:
+    """RGB by a 3 x 3 or 3 x 4 matrix."""
+    changed = np.asarray(cv2.transform(pixels, matrix))
+    return changed if changed.dtype == np.uint8 else changed.clip(0, 1)
+
+
 def brightness_matrices(factors: npt.NDArray[np.float64]) -> Matrix:
     """(N,) → (N, 3, 3): towards black below 1, away from it above."""
     return (np.eye(3) * factors[:, None, None]).astype(np.float32)
@@ -111,11 +130,24 @@ def adjust_contrast(pixels: Pixels, matrix: Matrix) -> Pixels:
     red, green, blue, _ = cv2.mean(pixels)
     matrix = matrix.copy()
     matrix[:, 3] *= LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
-    return np.asarray(cv2.transform(pixels, matrix))
+    return transform(pixels, matrix)
+
+
+def adjust_bands(pixels: Pixels, operation: int, brightness: float, contrast: float) -> Pixels:
+    """Operation 0, brightness, or 1, contrast: towards 0 or each channel's mean. Others are for RGB only."""
+    if operation > 1:
+        return pixels
+    factor = np.float32(contrast if operation else brightness)
+    towards = pixels.mean(axis=(0, 1)) if operation else np.float32(0)
+    return pixels * factor + towards * (1 - factor)
 
 
 def turn_hue(pixels: Pixels, steps: int) -> Pixels:
     """Turn the color circle by `steps` of 256, 0 … 255."""
+    if pixels.dtype != np.uint8:
+        wide: Any = cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV)  # hue in degrees
+        wide[:, :, 0] = (wide[:, :, 0] + steps * 360 / 256) % 360
+        return np.asarray(cv2.cvtColor(wide, cv2.COLOR_HSV2RGB))
     hsv = cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV_FULL)
     rows = hsv.reshape(hsv.shape[0], -1)
     # Added to whole rows, (steps, 0, 0) repeated: contiguous, and wraps around as hue must.
@@ -130,7 +162,7 @@ def _hue_row(steps: int, width: int) -> Pixels:
 
 def solarize(pixels: Pixels) -> Pixels:
     """Invert values of 128 and above: the smaller of a value and its inverse."""
-    return np.asarray(cv2.min(pixels, cv2.bitwise_not(pixels)))
+    return np.asarray(cv2.min(pixels, cv2.bitwise_not(pixels) if pixels.dtype == np.uint8 else 1 - pixels))
 
 
 def blur(pixels: Pixels, sigma: float) -> Pixels:
@@ -138,7 +170,11 @@ def blur(pixels: Pixels, sigma: float) -> Pixels:
     kernel = _blur_kernel(round(sigma * _BLUR_STEPS))
     if kernel is None:
         return pixels
-    return np.asarray(cv2.sepFilter2D(pixels, -1, kernel, kernel, borderType=cv2.BORDER_REFLECT_101))
+    if pixels.shape[2] > _MOST_CHANNELS:
+        parts = np.array_split(pixels, -(-pixels.shape[2] // _MOST_CHANNELS), axis=2)
+        return np.concatenate([blur(np.ascontiguousarray(part), sigma) for part in parts], axis=2)
+    filtered = cv2.sepFilter2D(pixels, -1, kernel, kernel, borderType=cv2.BORDER_REFLECT_101)
+    return np.asarray(filtered).reshape(pixels.shape)  # OpenCV drops a single channel
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,7 @@
 
 A `torch.utils.data.Dataset` of images or (image, label), a Hugging Face `datasets.Dataset`, an array or tensor of
 images, a list of image files, or a dictionary of such things under "train" and "test". An image is a PIL image, an
-array uint8 (H, W, 3) or (H, W), or a tensor (3, H, W), uint8 or floats in [0, 1].
+array (H, W, C) or (H, W), or a tensor (C, H, W); uint8, uint16 or floats, which are in [0, 1] if they are RGB or gray.
 """
 
 import hashlib
@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
 from patchmix.data.contract import Labels, Source
-from patchmix.data.decode import DecodeError, Pixels, decode, to_rgb
+from patchmix.data.decode import DecodeError, Pixels, as_pixels, read_image, to_rgb, to_unit
 from patchmix.data.memory import from_array
 from patchmix.progress import progress_bar
 
@@ -76,32 +75,34 @@ def _array(images: Any, labels: Labels | None, title: str) -> Source:
 
 
 def _all_pixels(images: Any) -> Pixels:
-    """uint8 (N, H, W, 3) of an array of images, in one of the forms above."""
+    """(N, H, W, C) of an array of images, in one of the forms above."""
     if images.ndim not in (3, 4) or len(images) == 0:
         raise ValueError(
-            f"the array has the shape {tuple(images.shape)}; expected (N, H, W, 3), or (N, 3, H, W) as tensor"
+            f"the array has the shape {tuple(images.shape)}; expected (N, H, W, C), or (N, C, H, W) as tensor"
         )
-    return np.stack([pixels_of(image) for image in images])
+    found = [pixels_of(image) for image in images]
+    same = len({pixels.dtype for pixels in found}) == 1
+    return np.stack(found if same else [to_unit(pixels) for pixels in found])
 
 
-def pixels_of(image: Any) -> Pixels:
-    """One image as uint8 (H, W, 3)."""
+def pixels_of(image: Any, key: str = "an image") -> Pixels:
+    """One image as (H, W, C); C is 3 for gray, too."""
+    if isinstance(image, Image.Image) and image.mode.startswith("I;16"):
+        image = np.asarray(image)
     if isinstance(image, Image.Image):
         return np.ascontiguousarray(to_rgb(image), dtype=np.uint8)
-    floats = isinstance(image, Tensor) and image.is_floating_point()
     if isinstance(image, Tensor):
-        if floats and not (float(image.min()) >= 0 and float(image.max()) <= 1):
-            raise ValueError("a float tensor holds values beyond [0, 1]; give images before normalization")
-        planes = (image * 255).round().to(torch.uint8) if floats else image
-        image = (planes.permute(1, 2, 0) if planes.ndim == 3 else planes).numpy()
-    if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
-        kind = image.dtype if isinstance(image, np.ndarray) else type(image).__name__
-        raise ValueError(f"an image is {kind}; expected a PIL image, a uint8 array (H, W, 3) or a tensor (3, H, W)")
-    if image.ndim == 2 or image.shape[2] == 1:
-        image = np.repeat(image.reshape(*image.shape[:2], 1), 3, axis=2)
-    if image.ndim != 3 or image.shape[2] != 3:
-        raise ValueError(f"an image has the shape {image.shape}; expected (H, W, 3) or (H, W)")
-    return np.asarray(image, np.uint8)
+        image = (image.permute(1, 2, 0) if image.ndim == 3 else image).numpy()
+    if not isinstance(image, np.ndarray) or image.ndim not in (2, 3):
+        kind = f"has the shape {image.shape}" if isinstance(image, np.ndarray) else f"is a {type(image).__name__}"
+        raise DecodeError(key, f"it {kind}; expected a PIL image, an array (H, W, C) or (H, W), or a tensor (C, H, W)")
+    channels = 1 if image.ndim == 2 else image.shape[2]
+    pixels = as_pixels(image, key, 3 if channels == 1 else channels)
+    if pixels.dtype == np.float32 and pixels.min() >= 0 and pixels.max() <= 1:
+        bytes_: Pixels = np.rint(pixels * 255).astype(np.uint8)
+        if np.abs(bytes_ / np.float32(255) - pixels).max() < 1e-6:  # as torchvision's ToTensor makes it
+            return bytes_
+    return pixels
 
 
 def _hugging_face(data: Any, title: str) -> Source:
@@ -156,9 +157,9 @@ class Items:
     def load(self, index: int) -> Pixels:
         try:
             with self._one_at_a_time:
-                return pixels_of(self._item(index))
+                return pixels_of(self._item(index), self.key(index))
         except ValueError as error:
-            raise DecodeError(self.key(index), str(error)) from error
+            raise error if isinstance(error, DecodeError) else DecodeError(self.key(index), str(error)) from error
 
     def key(self, index: int) -> str:
         return f"#{index}"
@@ -180,6 +181,7 @@ class Files:
     """Image files in a given order."""
 
     labels = classes = None
+    channels = 3
 
     def __init__(self, paths: Sequence[Path], *, name: str) -> None:
         self._paths, self.name = list(paths), name
@@ -188,7 +190,7 @@ class Files:
         return len(self._paths)
 
     def load(self, index: int) -> Pixels:
-        return decode(self.encoded(index), self.key(index))
+        return read_image(self.encoded(index), self.key(index), self.channels)
 
     def encoded(self, index: int) -> bytes:
         """The image file's bytes, as they are. Raises DecodeError."""

@@ -25,7 +25,7 @@ from safetensors.numpy import load, save
 
 from patchmix.data import shard_files
 from patchmix.data.contract import Groups, Indices, Labels
-from patchmix.data.decode import DecodeError, Pixels, decode
+from patchmix.data.decode import DecodeError, Pixels, read_image
 from patchmix.data.shard_files import BLOCK, MAX_MEMBER, is_remote, open_remote, read_remote, retry
 from patchmix.files import cache_folder, writing
 from patchmix.progress import progress_bar
@@ -154,6 +154,8 @@ def scanned(file: IO[bytes], name: str) -> ShardIndex:
 class ShardSource:
     """The samples of some shards, in the order of the shards."""
 
+    channels = 3
+
     def __init__(self, shards: Sequence[str], index: ShardIndex, *, name: str) -> None:
         self.name = name
         self.classes = index.classes
@@ -172,7 +174,7 @@ class ShardSource:
         return len(self._index.offsets)
 
     def load(self, index: int) -> Pixels:
-        return decode(self.encoded(index), self.key(index))
+        return read_image(self.encoded(index), self.key(index), self.channels)
 
     def key(self, index: int) -> str:
         name = str(self._index.names[index].as_py(), "utf-8", "backslashreplace")

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from urllib.error import URLError
 
 import numpy as np
 
-from patchmix.data.contract import Source, Split
+from patchmix.data.contract import Encoded, Source, Split
+from patchmix.data.decode import DecodeError, pixel_channels
 from patchmix.data.folder import FolderSource, class_names
 from patchmix.data.memory import InMemorySource, from_array, in_memory
 from patchmix.data.parquet import ParquetSource
@@ -44,15 +46,26 @@ def open_source(
     class_folders: bool = False,
     cache_bytes: int = 2 << 30,
     progress: bool = True,
+    in_chans: int = 3,
 ) -> Source:
-    """Open one split of `data`; kept decoded in shared memory if it needs at most `cache_bytes`.
+    """Open one split of `data` for an encoder of `in_chans`; kept decoded in shared memory up to `cache_bytes`.
 
     `class_folders`: in a folder without train/, the first-level sub-folders are classes if all images lie in them.
     """
     openers = _openers(data, class_folders, progress)
     if split not in openers:
         raise ValueError(f"{str(data)!r} has no split {split!r}; it has {', '.join(map(repr, openers))}")
-    return in_memory(openers[split](), cache_bytes, progress)
+    source, channels = openers[split](), pixel_channels(in_chans)
+    if isinstance(source, Encoded):
+        source.channels = channels
+    elif len(source):
+        with suppress(DecodeError):  # said elsewhere
+            if (found := source.load(0).shape[2]) != channels:
+                raise ValueError(
+                    f"{source.name} has images of {found} channels, the encoder takes {in_chans}; "
+                    f"train one with --in-chans {found}"
+                )
+    return in_memory(source, cache_bytes, progress)
 
 
 def has_split(data: str | Path, split: Split) -> bool:

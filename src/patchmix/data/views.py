@@ -1,4 +1,4 @@
-"""Images → augmented views, with torchvision's parameters and meaning, on uint8 in OpenCV.
+"""Images → augmented views, with torchvision's parameters and meaning, in OpenCV.
 
 The order is MoCo v3's: crop, jitter, gray, blur, solarize, flip. What happens to an image is a pure function of
 (seed, epoch, index, view). All parameters of a batch are drawn at once; only the pixel work goes image by image.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from patchmix.data import pixels as operations
 from patchmix.data.contract import Indices
-from patchmix.data.decode import Pixels, Reduced
+from patchmix.data.decode import Pixels, Reduced, to_unit
 from patchmix.data.randomness import uniforms
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -72,7 +72,7 @@ class Transform(Protocol):
     """What a loader calls in a worker, once a batch."""
 
     def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Pixels]:
-        """Images of any size → per view uint8 (N, h, w, 3), contiguous."""
+        """Images of any size → per view (N, h, w, C), contiguous: uint8 RGB, or floats (see `empty_batch`)."""
 
 
 class Views:
@@ -114,11 +114,11 @@ class CenterCrop:
             raise ValueError(f"resize {self.resize} must be at least the crop's size {size}, and that at least 1")
 
     def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Pixels]:
-        out = np.empty((len(images), self.size, self.size, 3), np.uint8)
+        out = empty_batch(images, self.size)
         for image, place in zip(images, out, strict=True):
             (height, top), (width, left) = self.axes(image.shape[:2])
             resized = operations.resize(image, height, width)
-            place[:] = resized[top : top + self.size, left : left + self.size]
+            _put(resized[top : top + self.size, left : left + self.size], place)
         return [out]
 
     def axes(self, sides: Sequence[int]) -> list[tuple[int, int]]:
@@ -128,22 +128,40 @@ class CenterCrop:
         return [(side, round((side - self.size) / 2.0)) for side in resized]
 
 
+def empty_batch(images: Sequence[Pixels], size: int) -> Pixels:
+    """Room for views of images: uint8 (N, size, size, 3) if all are 8-bit RGB, else float32 (…, C), white at 1."""
+    counts = {image.shape[2] for image in images} or {3}
+    if len(counts) > 1:
+        raise ValueError(f"images have {' and '.join(map(str, sorted(counts)))} channels; all must have as many")
+    dtype = np.uint8 if all(map(operations.is_rgb8, images)) else np.float32
+    return np.empty((len(images), size, size, *counts), dtype)
+
+
+def _put(pixels: Pixels, place: Pixels) -> None:
+    place[:] = pixels if pixels.dtype == place.dtype else to_unit(pixels)
+
+
 def to_float(images: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> Tensor:
-    """uint8 (N, h, w, 3) on any device → normalized float32 (N, 3, h, w), contiguous."""
-    return normalize_(images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format), mean, std)
+    """A loader's (N, h, w, C) on any device → normalized float32 (N, C, h, w), new and contiguous."""
+    planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    return normalize_(planes, mean, std, white=255 if images.dtype == torch.uint8 else 1)
 
 
-def normalize_(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """float32 (N, 3, h, w) in 0…255 → normalized, in place."""
+def normalize_(pixels: Tensor, mean: Sequence[float], std: Sequence[float], *, white: float = 255) -> Tensor:
+    """float32 (N, C, h, w) in 0…white → normalized, in place."""
     # Channel by channel, with numbers: a tensor of them would make the host wait for the device.
     for plane, m, s in zip(pixels.unbind(dim=1), mean, std, strict=True):
-        plane.mul_(1 / (255 * s)).add_(-m / s)
+        plane.mul_(1 / (white * s)).add_(-m / s)
     return pixels
 
 
 def as_channels(images: Tensor, in_chans: int) -> Tensor:
-    """(N, 3, h, w) → (N, in_chans, h, w); one channel is the mean of the normalized three."""
-    return images if in_chans == 3 else images.mean(dim=1, keepdim=True)
+    """(N, C, h, w) → (N, in_chans, h, w); one channel is the mean of the normalized three."""
+    if in_chans == 1:
+        return images.mean(dim=1, keepdim=True)
+    if images.shape[1] != in_chans:
+        raise ValueError(f"images have {images.shape[1]} channels, the encoder takes {in_chans}; give others")
+    return images
 
 
 # Where each random number of a view stands in its row of draws.
@@ -229,9 +247,9 @@ def _at_scale(parameters: Parameters, images: Sequence[Pixels | Reduced]) -> Par
 
 
 def render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixels:
-    """The pixel work of one view: uint8 (N, h, w, 3)."""
+    """The pixel work of one view: (N, h, w, C)."""
     size = view.size
-    out = np.empty((len(images), size, size, 3), np.uint8)
+    out = empty_batch(images, size)
     brighten = operations.brightness_matrices(parameters.brightness)
     contrast = operations.contrast_matrices(parameters.contrast)
     saturate = operations.saturation_matrices(parameters.saturation)
@@ -242,23 +260,29 @@ def render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixe
     for i, image in enumerate(images):
         top, left, height, width = boxes[i]
         pixels: Any = operations.resize(image[top : top + height, left : left + width], size, size)
+        rgb = pixels.shape[2] == 3
         if jitters[i]:
             for operation in orders[i]:
-                if operation == 0:
-                    pixels = cv2.transform(pixels, brighten[i])
+                if not rgb:
+                    factors = float(parameters.brightness[i]), float(parameters.contrast[i])
+                    pixels = operations.adjust_bands(pixels, operation, *factors)
+                elif operation == 0:
+                    pixels = operations.transform(pixels, brighten[i])
                 elif operation == 1:
                     pixels = operations.adjust_contrast(pixels, contrast[i])
                 elif operation == 2:
-                    pixels = cv2.transform(pixels, saturate[i])
+                    pixels = operations.transform(pixels, saturate[i])
                 elif hues[i]:
                     pixels = operations.turn_hue(pixels, hues[i])
-        if grays[i]:
-            pixels = cv2.transform(pixels, operations.GRAY)
+        if grays[i] and rgb:
+            pixels = operations.transform(pixels, operations.GRAY)
         if sigmas[i]:
             pixels = operations.blur(pixels, sigmas[i])
-        if solarizes[i]:
+        if solarizes[i] and rgb:
             pixels = operations.solarize(pixels)
-        if flips[i]:
+        if out.dtype != np.uint8:
+            _put(pixels[:, ::-1] if flips[i] else pixels, out[i])
+        elif flips[i]:
             cv2.flip(pixels, 1, dst=out[i])
         else:
             out[i] = pixels

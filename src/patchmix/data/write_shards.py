@@ -20,7 +20,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from patchmix.data.contract import Encoded, Indices, Source, Split, groups_of
-from patchmix.data.decode import DecodeError, Pixels, size_of
+from patchmix.data.decode import DecodeError, Pixels, size_of, to_picture
 from patchmix.data.memory import some_positions
 from patchmix.data.randomness import Order, permutation
 from patchmix.data.shards import ShardIndex, join, scanned
@@ -86,6 +86,8 @@ def write_shards(settings: Shards, *, progress: bool = True) -> list[Written]:
     written = []
     for split in [settings.split] if settings.split else [split for split in both if has_split(data, split)]:
         source = open_source(data, split, class_folders=True, cache_bytes=0, progress=progress)
+        if len(source) and source.key(0).endswith(".npy"):
+            raise ValueError(f"{source.name} holds .npy files, shards hold image files; train from the folder itself")
         count = per_shard or max(1, min(len(source), round(size / _mean_bytes(source, quality))))
         job = Job(str(data), source.fingerprint(), split, len(source), count, settings.shuffle, quality)
         with _alone(Path(settings.out)):
@@ -195,9 +197,11 @@ def _image_file(source: Source, quality: int | None, position: int) -> tuple[byt
     """An image file's bytes and its extension; an error where even the header cannot be read."""
     try:
         if quality is not None:
-            return _encode(source.load(position), ".jpg", cv2.IMWRITE_JPEG_QUALITY, quality), "jpg"
+            return _encode(to_picture(source.load(position)), ".jpg", cv2.IMWRITE_JPEG_QUALITY, quality), "jpg"
         if not isinstance(source, Encoded):
-            return _encode(source.load(position), ".png", cv2.IMWRITE_PNG_COMPRESSION, 6), "png"
+            pixels = source.load(position)
+            pixels = pixels if pixels.dtype.kind == "u" else to_picture(pixels)
+            return _encode(pixels, ".png", cv2.IMWRITE_PNG_COMPRESSION, 6), "png"
         data = source.encoded(position)
         size_of(data, source.key(position))
     except DecodeError as error:

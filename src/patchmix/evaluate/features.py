@@ -169,6 +169,7 @@ def extract_all(
     share = {"rank": distributed.rank(), "world_size": world_size, "batch_size": batch_size, "workers": workers}
     vectors: dict[str, list[Tensor]] = {pool: [] for pool in pools}
     indices = [torch.empty(0, dtype=torch.int64)]
+    bad: tuple[str, ...] = ()
     was_training = encoder.training
     encoder.eval()
     try:
@@ -180,12 +181,13 @@ def extract_all(
                     for pool, features in pooled_all(encoder, images, pools).items():
                         vectors[pool].append(features.to(_dtype(pool)).cpu())
                     indices.append(batch.indices)
+                bad = bad or batch.bad
                 advance(len(batch.indices) + len(batch.bad))
     finally:
         encoder.train(was_training)
     every = torch.cat(distributed.gather_rows(torch.cat(indices), device))
     if not len(every):
-        raise ValueError(f"{source.name} has no image that can be decoded; check its files")
+        raise ValueError(f"{source.name} has no image that can be decoded; check its files{bad and f': {bad[0]}'}")
     found = {}
     for pool, parts in vectors.items():
         empty = torch.empty(0, *[0] * (2 if pool == "patches" else 1), dtype=_dtype(pool))
@@ -282,8 +284,9 @@ def embed(settings: Embed) -> list[Path]:
         raise ValueError(f"{out} must end in .parquet or .npy")
     device = resolve_device(settings.device)
     with distributed.process_group(device):
-        source = open_source(settings.data, settings.split, class_folders=True)
         backbone = load_backbone(settings.weights, encoder=settings.encoder)
+        in_chans = backbone.architecture.in_chans
+        source = open_source(settings.data, settings.split, class_folders=True, in_chans=in_chans)
         extractor = FeatureExtractor(backbone, device, settings.pool, settings.resize, settings.workers)
         features = extractor.features(source)
     if not distributed.is_main():

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchvision.transforms import Compose, RandomCrop, Resize
 
 from patchmix import distributed
-from patchmix.data.decode import Pixels
+from patchmix.data.decode import Pixels, to_picture
 from patchmix.data.loader import Batch
 from patchmix.data.randomness import hash_words
 from patchmix.data.views import as_channels
@@ -64,6 +64,8 @@ def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
     of the images is held out to test on. `backbone` takes the place of `settings.weights`.
     """
     with open_task(settings, backbone, needs_test=True, many_passes=True) as task:
+        if (in_chans := task.backbone.architecture.in_chans) not in (1, 3):
+            raise ValueError(f"finetune augments colors, but the encoder takes {in_chans} channels; use linear")
         tasks = [task]
         if wants_few_labels(settings):
             parts = [Part(task.data.train, positions) for positions in task.draws()]
@@ -236,7 +238,7 @@ class TimmAugmentation:
         words = hash_words(self.seed, epoch, indices, _PIXELS).tolist()
         for image, word, place in zip(images, words, out, strict=True):
             with seeded_globally(word):
-                planes: Tensor = self._transform(Image.fromarray(image))  # (3, h, w)
+                planes: Tensor = self._transform(Image.fromarray(to_picture(image)))  # (3, h, w)
             place[:] = planes.numpy().transpose(1, 2, 0)
         return [out]
 

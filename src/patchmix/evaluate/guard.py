@@ -1,9 +1,10 @@
 """Whether a run that started from good weights still has good features: a comparison with its start.
 
-By leave-one-out kNN of training images where they have labels. Otherwise by the effective rank, as long as images keep
-some of the neighbors that they had at the start.
+By leave-one-out kNN of training images where they have labels: worse is what differs by more than the noise of these
+images. Otherwise by the effective rank, as long as images keep some of the neighbors that they had at the start.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ LEAST_RANK = 0.8  # of the start's; a somewhat lower one is no sign of worse fea
 
 
 class Neighbors:
-    """The nearest neighbors of the same images at the start, int64 (N, k), are kept in `state["neighbors"]`."""
+    """What the same images had at the start, kept in `state`: "neighbors", int64 (N, k), and "correct", bool (N,)."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -31,6 +32,14 @@ class Neighbors:
         start: Tensor = self.state.setdefault("neighbors", now)
         same = sum(int((start == now.roll(shift, dims=1)).sum()) for shift in range(k))  # all pairs; each at most once
         return same / now.numel()
+
+    def margin(self, correct: Tensor) -> float:
+        """Half the 95 % interval of the accuracy's difference from the start, over the images. correct: (N,).
+
+        Only images whose answer has changed count (a paired comparison). The first call sets the start.
+        """
+        change = correct.double() - self.state.setdefault("correct", correct).double()
+        return 1.96 * math.sqrt(float(change.var(correction=0)) / len(change))
 
 
 class Guard:
@@ -59,7 +68,7 @@ def below_start(state: Mapping[str, Any]) -> str | None:
     """In which way the latest features are worse than the start's; None if they are not."""
     start, last = state["start"], state["last"]
     if "knn_train" in start:
-        worse = last["knn_train"] < start["knn_train"]
+        worse = last["knn_train"] < start["knn_train"] - last.get("knn_margin", 0.0)
         return f"kNN {100 * start['knn_train']:.1f} → {100 * last['knn_train']:.1f} %" if worse else None
     if last["neighbors_kept"] < FEWEST_KEPT:
         return f"{100 * last['neighbors_kept']:.0f} % of the nearest neighbors kept, fewer than {FEWEST_KEPT:.0%}"
@@ -77,7 +86,7 @@ def guard_verdict(state: Mapping[str, Any]) -> str | None:
     return f"the run ends below its start ({below}): encoder.safetensors is {what} (not step {last})"
 
 
-_USED = ("knn_train", "rank", "neighbors_kept")
+_USED = ("knn_train", "knn_margin", "rank", "neighbors_kept")
 
 
 def score(point: dict[str, Any], start: dict[str, Any]) -> tuple[float, ...]:

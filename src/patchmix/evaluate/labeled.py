@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,21 +39,21 @@ class Labeled:
         return Labeled(Part(self.train, np.flatnonzero(~held)), test, self.classes, "a fifth held out")
 
 
-def open_labeled(data: str | Path, *, many_passes: bool = False) -> Labeled:
-    """Opens what an evaluation needs; a ValueError says what is missing.
+def open_labeled(data: str | Path, *, many_passes: bool = False, in_chans: int = 3) -> Labeled:
+    """Opens what the evaluation of an encoder of `in_chans` needs; a ValueError says what is missing.
 
     In a folder without train/, the first-level sub-folders are classes. With `many_passes`, sets that fit are decoded
     into memory at once; otherwise images are decoded when needed, which is never where their features are cached.
     """
-    cache_bytes = _MEMORY if many_passes else 0
-    train = open_source(data, "train", class_folders=True, cache_bytes=cache_bytes)
+    how: dict[str, Any] = {"cache_bytes": _MEMORY if many_passes else 0, "in_chans": in_chans}
+    train = open_source(data, "train", class_folders=True, **how)
     labels = _labels_of(train)
     if len(np.unique(labels)) < 2:
         raise ValueError(f"{train.name} has only one class; give data with two or more")
     classes = int(labels.max()) + 1
     test: Source | None = None
     if has_split(data, "test"):
-        test = open_source(data, "test", cache_bytes=cache_bytes)
+        test = open_source(data, "test", **how)
         highest = int(_labels_of(test).max())
         if highest >= classes:
             raise ValueError(

@@ -15,7 +15,7 @@ from PIL import Image
 
 from patchmix import distributed
 from patchmix.data.contract import Indices, Source
-from patchmix.data.decode import decode, size_of
+from patchmix.data.decode import decode, pixel_channels, shape_of
 from patchmix.data.folder import FolderSource
 from patchmix.evaluate.detection.coco import CocoImages, Dataset, mask_of, read_dataset
 from patchmix.evaluate.labeled import HELD_OUT, Labeled, Part, held_out
@@ -71,13 +71,19 @@ def has_masks(data: Path) -> bool:
     return any(file.is_file() for file in coco) or any(all(f.is_dir() for f in pair) for pair in folders)
 
 
-def open_masks(data: Path, *, ignored: Sequence[int], names: Path | None = None, test: str | None = None) -> Labeled:
+def open_masks(
+    data: Path, *, ignored: Sequence[int], names: Path | None = None, test: str | None = None, in_chans: int = 3
+) -> Labeled:
     """Training and test images with masks. Without a test split, a fifth of the training images is held out.
 
     ignored: indices that are neither learned nor counted. names: a file of class names. test: name of the test split.
     """
     coco = [kind for kind in _COCO if (data / f"annotations/{kind}_train2017.json").is_file()]
-    train, held = _open_coco(data, coco[0], test or "val2017") if coco else _open_folders(data, test)
+    train, held = (
+        _open_coco(data, coco[0], test or "val2017") if coco else _open_folders(data, test, pixel_channels(in_chans))
+    )
+    if coco and in_chans not in (1, 3):
+        raise ValueError(f"{data} is COCO's, whose images are RGB; the encoder takes {in_chans} channels")
     tested_on = "test split" if held else "a fifth held out"
     if held is None:
         chosen = held_out(np.zeros(len(train), np.int64), HELD_OUT)
@@ -111,29 +117,30 @@ def read_names(path: Path) -> dict[int, str]:
 # ------------------------------------------------------------------------------------------------------------- folders
 
 
-def _open_folders(data: Path, test: str | None) -> tuple[Masked, Masked | None]:
+def _open_folders(data: Path, test: str | None, channels: int) -> tuple[Masked, Masked | None]:
     for layout in _LAYOUTS:
         splits = {split: [data / part.format(split) for part in layout] for split in (*_TRAIN, test, *_TEST) if split}
         found = [split for split, folders in splits.items() if all(folder.is_dir() for folder in folders)]
         if not found or found[0] not in _TRAIN:
             continue
-        train = _paired(*splits[found[0]])
+        train = _paired(*splits[found[0]], channels=channels)
         if "{}" not in layout[0]:
             lists = [data / file for file in _LISTS]
             return (_listed(train, lists[0]), _listed(train, lists[1])) if lists[1].is_file() else (train, None)
         held = [split for split in found if split not in _TRAIN]
         if test and test not in held:
             raise ValueError(f"{data} has no split {test!r} with images and masks; it has {', '.join(held) or 'none'}")
-        return train, _paired(*splits[held[0]]) if held else None
+        return train, _paired(*splits[held[0]], channels=channels) if held else None
     raise ValueError(
         f"{data} has no images with masks; expected images/train and masks/train, images/training and "
         "annotations/training (ADE20K), train and trainannot (CamVid), images and annotations/trimaps (Pets), or COCO"
     )
 
 
-def _paired(images: Path, masks: Path) -> Masked:
+def _paired(images: Path, masks: Path, *, channels: int) -> Masked:
     """Each image with the mask of the same name below `masks`."""
     pictures = FolderSource(images, name=str(images))
+    pictures.channels = channels
     try:
         drawn = FolderSource(masks, name=str(masks))
     except ValueError as error:
@@ -173,7 +180,7 @@ def _occurring(source: Masked, known: Mapping[int, str], ignored: Sequence[int])
 
     def indices_of(position: int) -> set[int]:
         mask, whose = source.read_mask(position), f"the mask of {images.name}/{images.key(position)}"
-        height, width = size_of(images.encoded(position), images.key(position))
+        height, width, *_ = shape_of(images.encoded(position), images.key(position), images.channels)
         if mask.shape != (height, width):
             sizes = f"{mask.shape[1]} × {mask.shape[0]} px, the image {width} × {height}"
             raise ValueError(f"{whose} is {sizes}; give masks of their images' size")

@@ -63,6 +63,7 @@ def monitor(
         if neighbors is not None:
             own = knn_predict(found.vectors, found.labels, found.vectors, ks=[k], leave_one_out=True)[k]
             yield "knn_train", accuracy(own, found.labels)
+            yield "knn_margin", neighbors.margin(own[:, 0] == found.labels)
         predicted = knn_predict(found.vectors, found.labels, queried.vectors, ks=[k], leave_one_out=alone)[k]
         yield "knn", accuracy(predicted, queried.labels)
 

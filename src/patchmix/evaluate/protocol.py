@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,11 @@ def open_task(
     settings: Knn | Linear | Finetune | Segment,
     backbone: Backbone | None,
     *,
-    data: Labeled | None = None,
+    open_data: Callable[..., Labeled] | None = None,
     needs_test: bool = False,
     many_passes: bool = False,
 ) -> Iterator[Task]:
-    """Loads the encoder and opens the data (unless they are given), in the process group if there is one.
+    """Loads the encoder, unless it is given, and opens the data, in the process group if there is one.
 
     needs_test: a fifth of the images is held out where there is no test split.
     """
@@ -143,7 +144,8 @@ def open_task(
         if backbone is None:
             backbone = load_backbone(settings.weights, encoder=settings.encoder)
             out = results_folder(settings.weights, settings.out)
-        data = data or open_labeled(settings.data, many_passes=many_passes)
+        open_data = open_data or partial(open_labeled, settings.data, many_passes=many_passes)
+        data = open_data(in_chans=backbone.architecture.in_chans)
         data = data.with_test() if needs_test else data
         yield Task(settings, backbone, backbone.digest(), data, device, out)
 

@@ -5,6 +5,7 @@ Shapes: N images of H × W px in h × w patches, D = the encoder's width × the 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from patchmix import distributed
 from patchmix.data import pixels as operations
 from patchmix.data.contract import Indices
-from patchmix.data.decode import Pixels
+from patchmix.data.decode import Pixels, to_picture
 from patchmix.data.loader import Batch, one_pass
 from patchmix.data.randomness import uniforms
 from patchmix.data.views import DRAWS, CenterCrop, View, as_channels, draw_parameters, render, to_float
@@ -71,8 +72,9 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
             "the fast protocol learns from stored tokens of the last block; leave out --finetune, --blocks, "
             "--image-size and --lr"
         )
-    data = open_masks(settings.data, ignored=settings.ignore_index, names=settings.class_names, test=settings.test)
-    with open_task(settings, backbone, data=data) as task:
+    how: dict[str, Any] = {"ignored": settings.ignore_index, "names": settings.class_names, "test": settings.test}
+    with open_task(settings, backbone, open_data=partial(open_masks, settings.data, **how)) as task:
+        data = task.data
         if fast:
             return segment_fast_of(task)
         train, test, encoder = data.train, data.test, task.backbone.encoder(any_image_size=True)
@@ -173,7 +175,7 @@ class MaskedViews:
         self._source, self._view, self._seed = source, view, seed
 
     def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Any]:
-        """Pixels uint8 (N, S, S, 3) and masks (N, S, S)."""
+        """Pixels (N, S, S, C) and masks (N, S, S)."""
         sizes = np.array([image.shape[:2] for image in images], np.int64)
         drawn = draw_parameters(self._view, sizes, uniforms(DRAWS, self._seed, epoch, indices))
         masks = [self._source.mask(index) for index in indices.tolist()]
@@ -198,7 +200,7 @@ class WholeView:
         self.source, self._size, self._patch = source, size, patch
 
     def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Any]:
-        """Pixels uint8 (1, H, W, 3) and the mask at its own size."""
+        """Pixels (1, H, W, C) and the mask at its own size."""
         if not images:
             return []
         scale = self._size / min(images[0].shape[:2]) / self._patch
@@ -341,7 +343,7 @@ def save_pictures(folder: Path, model: Segmenter, task: Task, view: WholeView, c
         views = [torch.from_numpy(array) for array in view([image], epoch=0, indices=np.array([index]))]
         masks = [views[1][0].numpy(), predict(model, task, views).cpu().numpy()]
         name = "-".join(PurePath(view.source.key(index)).with_suffix(".png").parts)
-        write_picture(folder / name, draw(image, masks, view.source.classes))
+        write_picture(folder / name, draw(to_picture(image), masks, view.source.classes))
 
 
 def draw(image: Pixels, masks: Sequence[Mask], names: Sequence[str]) -> Pixels:

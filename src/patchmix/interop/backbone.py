@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,15 +23,15 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import center_crop, resize
 
-from patchmix.data.decode import DecodeError, decode
+from patchmix.data.decode import DecodeError, pixel_channels, read_image, to_unit
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD, as_channels, normalize_
 from patchmix.device import resolve_device
 from patchmix.files import replacing
 from patchmix.nn.tokens import class_tokens
 from patchmix.nn.vit import ConvStem, create_encoder
 
-AnyImage = Image.Image | str | Path | npt.NDArray[np.uint8]
-Images = Tensor | npt.NDArray[np.uint8] | Sequence[AnyImage] | str | Path
+AnyImage = Image.Image | str | Path | npt.NDArray[Any]
+Images = Tensor | npt.NDArray[Any] | Sequence[AnyImage] | str | Path
 Pool = Literal["token", "mean"]
 
 
@@ -112,9 +113,9 @@ class Backbone:
     ) -> Tensor:
         """Features (N, dim), float32 on the CPU: the class token, or the mean over patch tokens.
 
-        images: a float tensor (N, 3, H, W) in [0, 1], a uint8 array (N, H, W, 3), or a list of PIL images, files or
-        uint8 arrays (H, W, 3). They are resized, center-cropped to the encoder's size, and normalized with its own
-        mean and std. `device` is auto, cpu, cuda, cuda:1, …
+        images: a float tensor (N, C, H, W) in [0, 1], an array (N, H, W, C) of uint8 or uint16, or a list of PIL
+        images, files or arrays (H, W, C). C is 3 for encoders of 1 or 3 channels. They are resized, center-cropped to
+        the encoder's size, and normalized with its own mean and std. `device` is auto, cpu, cuda, cuda:1, …
         """
         if pool not in ("token", "mean"):
             raise ValueError(f"pool is {pool!r}; it must be token or mean")
@@ -130,7 +131,8 @@ class Backbone:
         for start in range(0, len(images), batch_size):
             part: Any = images[start : start + batch_size]
             whole = isinstance(part, Tensor | np.ndarray)
-            batch = _fit(part, size) if whole else torch.cat([_fit(_pixels(one)[None], size) for one in part])
+            fit = partial(_fit, size=size, channels=pixel_channels(self.architecture.in_chans))
+            batch = fit(part) if whole else torch.cat([fit(_pixels(one, self.architecture.in_chans)) for one in part])
             features.append(pooled(encoder, normalize_(batch.to(target), self.mean, self.std), pool).float().cpu())
         return torch.cat(features)
 
@@ -182,8 +184,10 @@ def check_weights(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], c
 def fitted(weights: Mapping[str, Tensor], encoder: VisionTransformer) -> dict[str, Tensor]:
     """Weights for an encoder of another image size, patch size or number of channels, converted as timm does it."""
     weights, wanted = dict(weights), encoder.state_dict()
-    name, positions = "patch_embed.proj.weight", "pos_embed"
-    if name in weights and name in wanted:
+    positions = "pos_embed"
+    for name in ("patch_embed.proj.weight", "patch_embed.proj.0.weight"):  # of a patch projection, of a ConvStem
+        if name not in weights or name not in wanted:
+            continue
         kernel, (_, in_chans, rows, columns) = weights[name], wanted[name].shape
         if kernel.shape[1] != in_chans:
             if kernel.shape[1] != 3:
@@ -248,39 +252,43 @@ def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
     return tokens[:, encoder.num_prefix_tokens :].mean(dim=1)
 
 
-def _fit(images: Tensor | npt.NDArray[Any], size: int) -> Tensor:
-    """uint8 (n, H, W, 3) or float (n, 3, H, W) in [0, 1] → float32 (n, 3, S, S) in 0…255.
+def _fit(images: Tensor | npt.NDArray[Any], *, size: int, channels: int) -> Tensor:
+    """uint8 or uint16 (n, H, W, C) or float (n, C, H, W) → float32 (n, C, S, S), white at 255.
 
-    Shorter side → S, bicubic with antialiasing; then the central crop.
+    Shorter side → S, bicubic with antialiasing; then the central crop. RGB floats are in [0, 1].
     """
+    if isinstance(images, np.ndarray) and images.dtype == np.uint16:
+        images = torch.from_numpy(to_unit(images)).movedim(-1, 1)
     tensor = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))  # a copy: may be read-only
     floats = tensor.is_floating_point()
     if not floats and tensor.dtype != torch.uint8:
-        raise ValueError(f"images are {str(tensor.dtype)[6:]}; expected floats in [0, 1] or uint8")
-    kind, expected = ("float", "(N, 3, H, W)") if floats else ("uint8", "(N, H, W, 3)")
-    if tensor.ndim != 4 or tensor.shape[1 if floats else 3] != 3 or 0 in tensor.shape:
+        raise ValueError(f"images are {str(tensor.dtype)[6:]}; expected floats in [0, 1], uint8 or uint16")
+    kind, expected = ("float", f"(N, {channels}, H, W)") if floats else ("uint8", f"(N, H, W, {channels})")
+    if tensor.ndim != 4 or tensor.shape[1 if floats else 3] != channels or 0 in tensor.shape:
         raise ValueError(f"{kind} images have shape {tuple(tensor.shape)}; expected {expected}")
-    if floats:
-        low, high = tensor.min().item(), tensor.max().item()
-        if not (low >= 0 and high <= 1):  # so that NaN fails too
-            raise ValueError(f"float images span {low:.3g} to {high:.3g}; expected [0, 1], before any normalization")
+    low, high = (tensor.min().item(), tensor.max().item()) if floats else (0, 1)
+    if not (low >= 0 and high <= 1) and (channels == 3 or not np.isfinite([low, high]).all()):  # NaN fails too
+        raise ValueError(f"float images span {low:.3g} to {high:.3g}; expected [0, 1], before any normalization")
     planes = tensor.detach().float() if floats else tensor.permute(0, 3, 1, 2)
     fitted: Tensor = center_crop(resize(planes, [size], InterpolationMode.BICUBIC), [size])
-    return fitted.clamp(0, 1) * 255 if floats else fitted.float()  # bicubic overshoots at edges
+    if low >= 0 and high <= 1 and floats:
+        fitted = fitted.clamp(0, 1)  # bicubic overshoots at edges
+    return fitted * 255 if floats else fitted.float()
 
 
-def _pixels(image: AnyImage) -> npt.NDArray[np.uint8]:
-    """uint8 (H, W, 3), upright."""
-    if isinstance(image, np.ndarray):
-        return image
+def _pixels(image: AnyImage, in_chans: int) -> Tensor | npt.NDArray[Any]:
+    """An image for `_fit`: (1, H, W, C), or (1, C, H, W) of floats."""
+    channels = pixel_channels(in_chans)
     if isinstance(image, Image.Image):
-        return np.asarray(image.convert("RGB"))
-    if not isinstance(image, str | Path):
-        raise ValueError(f"an image is a {type(image).__name__}; expected a PIL image, a file or a uint8 array")
-    try:
-        return decode(Path(image).read_bytes(), str(image))
-    except FileNotFoundError:
-        raise ValueError(f"{image} does not exist; give the path of an image") from None
-    except (DecodeError, OSError) as error:
-        reason = error.reason if isinstance(error, DecodeError) else error.strerror
-        raise ValueError(f"{image} can't be decoded as an image: {reason}") from error
+        return np.asarray(image.convert("RGB"))[None]
+    if isinstance(image, str | Path):
+        try:
+            image = read_image(Path(image).read_bytes(), str(image), channels)
+        except FileNotFoundError:
+            raise ValueError(f"{image} does not exist; give the path of an image") from None
+        except (DecodeError, OSError) as error:
+            reason = error.reason if isinstance(error, DecodeError) else error.strerror
+            raise ValueError(f"{image} can't be decoded as an image: {reason}") from error
+    if not isinstance(image, np.ndarray):
+        raise ValueError(f"an image is a {type(image).__name__}; expected a PIL image, a file or an array")
+    return torch.from_numpy(image).movedim(-1, 0)[None] if image.dtype.kind == "f" else image[None]

@@ -15,13 +15,17 @@ import timm
 import torch
 from safetensors import SafetensorError, safe_open
 from timm.layers.pos_embed import resample_abs_pos_embed
+from timm.models import eva, vision_transformer
 from torch import Tensor
 
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.interop.backbone import Architecture, Backbone, first_of
 from patchmix.interop.layouts import ENCODER_TENSOR, LAYOUTS, Which, detect, tensors_of
+from patchmix.nn.vit import create_encoder
 from patchmix.settings import Import
 
+_UNUSED = r"mask_token|rope_embed\.periods|local_cls_norm\..*|.*\.bias_mask"  # of DINOv2 and DINOv3
+_SATELLITE = (0.430, 0.411, 0.296), (0.213, 0.156, 0.143)  # mean and std of DINOv3's SAT-493M
 _SIZES = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large", (1280, 32): "huge"}
 
 
@@ -78,7 +82,7 @@ def import_checkpoint(
     """Reads the encoder out of a checkpoint of another project.
 
     entries: the file's content, where `read_entries` has read it already.
-    format: patchmix-authors, mocov3, dino, ibot, mae, timm or torchvision; None detects it.
+    format: patchmix-authors, mocov3, dino, dinov2, dinov3, ibot, mae, timm or torchvision; None detects it.
     encoder: "base" (the student) or "momentum" (the teacher, the moving average). None takes what the project itself
         evaluates: momentum for dino and ibot, base for the others.
     heads: attention heads. Shapes don't show them; None takes what the project uses for this dim, if that is known.
@@ -95,12 +99,18 @@ def import_checkpoint(
     notes: list[str] = []
     try:
         format = format or detect(tensors, entries)
-        which, names, dropped = _split(format, tensors, encoder)
+        config = _timm_config(path.parent / "config.json") if format == "timm" else {}
+        if format in ("dinov2", "dinov3"):
+            which, dropped = "one", {"not used after pre-training": [n for n in tensors if re.fullmatch(_UNUSED, n)]}
+            names = {name: name for name in tensors if not re.fullmatch(_UNUSED, name)}
+            architecture, weights = _converted_by_timm(format, tensors, image_size)
+            config = {"mean": _SATELLITE[0], "std": _SATELLITE[1]} if "sat493m" in path.name else {}
+        else:
+            which, names, dropped = _split(format, tensors, encoder)
+            weights = _checked({inner: tensors[name] for inner, name in names.items()}, notes)
+            architecture = _architecture(format, weights, heads, image_size, config, notes)
         if others:
             dropped["not weights"] = others
-        weights = _checked({inner: tensors[name] for inner, name in names.items()}, notes)
-        config = _timm_config(path.parent / "config.json") if format == "timm" else {}
-        architecture = _architecture(format, weights, heads, image_size, config, notes)
         architecture.check(weights, f"this is no plain ViT of dim {architecture.dim}")
         if format == "timm" and not config:
             notes.append("the file does not say how its input is normalized; ImageNet's mean and std are assumed")
@@ -111,6 +121,32 @@ def import_checkpoint(
         raise ValueError(f"{path}: {error}") from error
     backbone = Backbone(architecture, weights, mean=mean, std=std, origin=origin)
     return Imported(backbone, format, list(names.values()), dropped, notes)
+
+
+def _converted_by_timm(
+    format: str, tensors: Mapping[str, Tensor], image_size: int | None
+) -> tuple[Architecture, dict[str, Tensor]]:
+    """A released backbone of DINOv2 or DINOv3 in timm's names, as the timm model that it fits."""
+    given = {name: tensor.detach().float() for name, tensor in tensors.items()}
+    depth = 1 + max(int(name.split(".")[1]) for name in given if name.startswith("blocks."))
+    dim, extra = given["patch_embed.proj.weight"].shape[0], given.get("register_tokens", given.get("storage_tokens"))
+    names, registers = f"*_{format}", 0 if extra is None else extra.shape[1]
+    if format == "dinov3":  # some of its models have biases of queries and values, in others they are zero
+        biases = [name for name in given if name.endswith("qkv.bias")]
+        if any(bool(given[name].any()) for name in biases):
+            names += "_qkvb"
+        else:
+            given = {name: tensor for name, tensor in given.items() if name not in biases}
+    for name in timm.list_models(names):
+        with torch.device("meta"):
+            encoder = create_encoder(name, image_size=image_size)
+        if (encoder.embed_dim, len(encoder.blocks), encoder.num_prefix_tokens - 1) != (dim, depth, registers):
+            continue
+        convert: Any = vision_transformer.checkpoint_filter_fn if format == "dinov2" else eva.checkpoint_filter_fn
+        weights = convert(dict(given), encoder)
+        if {n: t.shape for n, t in weights.items()} == {n: t.shape for n, t in encoder.state_dict().items()}:
+            return Architecture.of(name, encoder), {n: tensor.contiguous() for n, tensor in weights.items()}
+    raise ValueError(f"no {format} model of timm has this width, depth and MLP; import it through timm:NAME")
 
 
 def is_own(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bool:

@@ -7,6 +7,8 @@ MoCo v3           state_dict/module.{base_encoder,momentum_encoder}.…, head an
                   the position embedding is a fixed sin-cos table whose first half is the row; ViT-S has 12 heads.
                   Its linear-probing checkpoints are state_dict/module.… with the trained classifier `head`.
 PatchMix authors  the names of MoCo v3, `arch: vit-small`, a learned position embedding; ViT-S has 12 heads too.
+DINOv2, DINOv3    bare names of released backbones, with LayerScale `ls1.gamma`; `register_tokens` or `storage_tokens`,
+                  rotary positions `rope_embed` in DINOv3. timm converts them.
 DINO              student/module.backbone.…, teacher/backbone.…, and `head.…` on both; released backbones are bare.
 iBOT              as DINO, with `masked_embed` in the student; extracted backbones are state_dict/….
 MAE               model/…, `decoder_…` and `mask_token` besides the encoder in full checkpoints; the fixed sin-cos table
@@ -115,6 +117,8 @@ LAYOUTS: dict[str, Layout] = {
         heads={384: 12, 768: 12, 1024: 16, 1280: 16},
     ),
     "dino": _DINO,
+    "dinov2": Layout(),
+    "dinov3": Layout(),
     "ibot": replace(_DINO, extras={**_DINO.extras, "masked_embed": "mask token"}),
     "mae": Layout(
         one=rf"(?:model/)?{_WRAPPED}",
@@ -156,6 +160,8 @@ def detect(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
         return "torchvision"
     if not any("patch_embed.proj" in name for name in tensors):
         raise ValueError(_not_a_vit(tensors))
+    if "blocks.0.ls1.gamma" in tensors and "mask_token" in tensors:
+        return "dinov3" if "rope_embed.periods" in tensors else "dinov2"
     # A fixed table of positions is a signature. It matters: MoCo v3's ViT-S has 12 heads, timm's has 6.
     table = _position_table(tensors)
     if any(re.search(r"(^|[./])(base|momentum)_encoder\.", name) for name in tensors):

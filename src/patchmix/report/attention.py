@@ -20,7 +20,7 @@ from patchmix.data.contract import Source
 from patchmix.data.views import as_channels, to_float
 from patchmix.interop.backbone import Backbone
 from patchmix.nn.vit import check_blocks, patch_tokens
-from patchmix.report.gallery import crop_batch, find_image, load_all, open_images, spread
+from patchmix.report.gallery import Encoders, crop_batch, find_image, load_all, open_images, spread
 from patchmix.report.neighbors import principal_components
 from patchmix.report.style import check_suffix, picture, picture_grid, short, style, write
 from patchmix.settings import ShowAttention, ShowPatches
@@ -32,7 +32,7 @@ def show_attention(settings: ShowAttention) -> list[Path]:
     """Draws the class token's attention in a block, one map per head, raw and overlaid, runs below each other."""
     check_suffix(settings.out)
     encoders = load_all(settings.runs)
-    source, positions = chosen_images(settings)
+    source, positions = chosen_images(settings, encoders)
     options: dict[str, Any] = {"block": settings.block, "size": settings.size, "device": settings.device}
     maps = [(name, image_maps(each, source, positions, **options)) for name, each in encoders]
     size = settings.size or max(backbone.architecture.image_size for _, backbone in encoders)
@@ -55,11 +55,11 @@ def image_maps(
     return attention_maps(encoder, images, block=block).cpu()
 
 
-def chosen_images(settings: ShowAttention | ShowPatches) -> tuple[Source, list[int]]:
+def chosen_images(settings: ShowAttention | ShowPatches, encoders: Encoders) -> tuple[Source, list[int]]:
     """The images to draw: a source and positions in it."""
     if (settings.data is None) == (not settings.image):
         raise ValueError("give either --data DATA or --image FILE …")
-    source = open_images(settings.data or settings.image)
+    source = open_images(settings.data or settings.image, encoders)
     positions = settings.position or spread(len(source), len(settings.image) or settings.images)
     return source, [find_image(position, source) for position in positions]
 
@@ -75,7 +75,7 @@ def encoder_and_images(
             f"size is {size}; for {backbone.name} it must be a multiple of its patch size {shape.patch_size}"
         )
     encoder = backbone.encoder(any_image_size=size != shape.image_size).to(device)
-    images = to_float(crop_batch(source, positions, size), backbone.mean, backbone.std)
+    images = to_float(crop_batch(source, positions, size, pictures=False), backbone.mean, backbone.std)
     return encoder, as_channels(images, shape.in_chans).to(device)
 
 
@@ -162,7 +162,7 @@ def show_patches(settings: ShowPatches) -> list[Path]:
     """Draws images next to their patches in colors, one column per run; similar patches have similar colors."""
     check_suffix(settings.out)
     encoders = load_all(settings.runs)
-    source, positions = chosen_images(settings)
+    source, positions = chosen_images(settings, encoders)
     columns = []
     for name, backbone in encoders:
         encoder, images = encoder_and_images(backbone, source, positions, size=settings.size, device=settings.device)

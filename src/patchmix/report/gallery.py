@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from patchmix.data.contract import Source, Split
-from patchmix.data.decode import DecodeError, Pixels, decode
+from patchmix.data.decode import DecodeError, Pixels, pixel_channels, read_image, to_picture, to_unit
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CenterCrop
 from patchmix.device import resolve_device
@@ -30,17 +30,17 @@ class ImageFiles:
     labels = None
     classes = None
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], channels: int) -> None:
         missing = [file for file in files if not file.is_file()]
         if missing:
             raise ValueError(f"there is no image {missing[0]}; give image files")
-        self._files = list(files)
+        self._files, self._channels = list(files), channels
 
     def __len__(self) -> int:
         return len(self._files)
 
     def load(self, index: int) -> Pixels:
-        return decode(self._files[index].read_bytes(), self.key(index))
+        return read_image(self._files[index].read_bytes(), self.key(index), self._channels)
 
     def key(self, index: int) -> str:
         return str(self._files[index])
@@ -50,26 +50,34 @@ class ImageFiles:
         return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:32]
 
 
-def open_images(data: str | Path | Sequence[Path], limit: int | None = None) -> Source:
+def open_images(data: str | Path | Sequence[Path], encoders: Encoders, limit: int | None = None) -> Source:
     """The test images of `data`, or its training images where it has no others; with labels where it has them.
 
     data: what `pretrain` takes, or a list of image files. limit: at most this many, spread evenly over the set.
     """
+    in_chans = encoders[0][1].architecture.in_chans
     if not isinstance(data, str | Path):
-        return ImageFiles(data)
+        return ImageFiles(data, pixel_channels(in_chans))
     split: Split = "test" if has_split(data, "test") else "train"
-    source = open_source(data, split, class_folders=True, cache_bytes=0, progress=False)
+    source = open_source(data, split, class_folders=True, cache_bytes=0, progress=False, in_chans=in_chans)
     return source if limit is None or limit >= len(source) else Subset(source, limit)
 
 
-def crop_batch(source: Source, positions: Sequence[int], size: int) -> Tensor:
-    """The center crops that evaluation takes, uint8 (N, size, size, 3); gray where decoding fails."""
-    view = CenterCrop(size, resize=usual_resize(size))
-    out = np.full((len(positions), size, size, 3), 128, np.uint8)
+def crop_batch(source: Source, positions: Sequence[int], size: int, *, pictures: bool = True) -> Tensor:
+    """The center crops that evaluation takes, gray where decoding fails.
+
+    pictures: as uint8 (N, size, size, 3), to look at; otherwise as encoders take them, for `to_float`.
+    """
+    view, crops = CenterCrop(size, resize=usual_resize(size)), {}
     for i, position in enumerate(positions):
         with suppress(DecodeError):
-            out[i] = view([source.load(position)], epoch=0, indices=np.array([position]))[0][0]
-    return torch.from_numpy(out)
+            crop = view([source.load(position)], epoch=0, indices=np.array([position]))[0][0]
+            crops[i] = to_picture(crop) if pictures else crop
+    if len({crop.dtype for crop in crops.values()}) > 1:
+        crops = {i: to_unit(crop) for i, crop in crops.items()}
+    some = next(iter(crops.values()), np.empty((size, size, 3), np.uint8))
+    gray = np.full_like(some, 128 if some.dtype == np.uint8 else 0.5)
+    return torch.from_numpy(np.stack([crops.get(i, gray) for i in range(len(positions))]))
 
 
 def load_all(runs: Sequence[str | Path]) -> Encoders:
@@ -127,7 +135,7 @@ def load_gallery(
     encoders: Encoders, data: str | Path, images: int | None, *, device: str = "auto", workers: int = 0
 ) -> Gallery:
     """The images of `data` and their features by some encoders, as kNN computes and stores them."""
-    source = open_images(data, images)
+    source = open_images(data, encoders, images)
     runs = []
     for name, backbone in encoders:
         pool = "mean" if backbone.encoder().cls_token is None else "token"

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from patchmix import build
 from patchmix.config import Config
+from patchmix.data.decode import pixel_channels
 from patchmix.device import resolve_device
 from patchmix.interop.backbone import Architecture
 from patchmix.methods.method import Method
@@ -86,7 +87,9 @@ def measure_speed(config: Config, steps: int) -> Speed:
     assert isinstance(method.encoder, VisionTransformer)
     image_size = Architecture.of(config.model.name, method.encoder).image_size
     loader = build.build_loader(config, build.build_source(config), image_size, pin_memory=device.type == "cuda")
-    prepare = build.build_prepare(views=config.views, in_chans=config.model.in_chans)
+    channels = pixel_channels(config.model.in_chans)
+    views = replace(config.views, mean=(0.0,) * channels, std=(1.0,) * channels)  # any: they cost the same
+    prepare = build.build_prepare(views=views, in_chans=config.model.in_chans)
     plan = build.build_plan(config, loader.steps_per_epoch, device)
     batches = loader.batches()
 

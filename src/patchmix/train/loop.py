@@ -207,6 +207,7 @@ def train_step(
     rates = {"lr": plan.lr(progress), "weight_decay": plan.weight_decay(progress)}
     set_hyperparameters(optimizer, **rates, progress=progress)
     method.drop_tokens(plan.token_dropout(progress))
+    hold_statistics(method, optimizer, progress)
 
     # forward, backward
     for micro in range(plan.accumulate):
@@ -236,6 +237,19 @@ def train_step(
     with phase("EMA"):
         method.after_step(progress)
     return losses
+
+
+def hold_statistics(method: Method, optimizer: torch.optim.Optimizer, progress: float) -> None:
+    """Batch norms in the encoder (of a convolutional stem) that do not learn now don't update their statistics either.
+
+    Nor do their copies in a momentum encoder.
+    """
+    learning = {id(p) for g in optimizer.param_groups if progress >= g.get("start", 0.0) for p in g["params"]}
+    copies = dict((method.momentum_encoder() or nn.Module()).named_modules())
+    for name, module in method.encoder.named_modules():
+        if isinstance(module, nn.BatchNorm1d) and module.affine:
+            for each in (module, copies.get(name, module)):
+                each.train(method.training and id(module.weight) in learning)
 
 
 def wrap(method: Method, device: torch.device, *, compiled: bool = False) -> nn.Module:
