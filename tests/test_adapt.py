@@ -160,13 +160,13 @@ def test_a_frozen_stem_keeps_its_statistics(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("data", ["shapes:512", "photos"])
+@pytest.mark.parametrize("data", ["shapes:2048", "photos"])
 def test_a_run_that_goes_wrong_says_so_and_keeps_the_best(
     data: str, photos: Path, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = {"base_lr": 30.0, "encoder_lr": 1.0, "layer_decay": 1.0, "head_warmup": 0.0, "warmup_epochs": 0.0}
-    place = photos if data == "photos" else data
-    run = patchmix.adapt(trained_run, place, tmp_path / "a", **SMALL | wrong | {"epochs": 3, "monitor_bank": 512})
+    wrong |= {"epochs": 3} if data == "photos" else {"epochs": 0.5, "batch_size": 64, "monitor_bank": 2048}
+    run = patchmix.adapt(trained_run, photos if data == "photos" else data, tmp_path / "a", **SMALL | wrong)
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert last.startswith("warning: the run ends below its start (") and "encoder.safetensors is" in last
     exported, best = load_file(run.encoder_path), load_file(run.path / "best.safetensors")

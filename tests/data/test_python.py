@@ -107,7 +107,11 @@ def test_same_batches_as_from_a_folder(form: str, folder: Path) -> None:
 def test_the_real_hugging_face_library(folder: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs datasets: make test-extras")
     features = datasets.Features(
-        {"label": datasets.ClassLabel(names=["a", "b", "c"]), "image": datasets.Image(), "note": datasets.Value("string")}
+        {
+            "label": datasets.ClassLabel(names=["a", "b", "c"]),
+            "image": datasets.Image(),
+            "note": datasets.Value("string"),
+        }
     )
     columns = {"image": [str(file) for file in sorted(folder.iterdir())], "label": LABELS, "note": ["x"] * len(LABELS)}
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "set")

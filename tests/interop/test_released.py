@@ -42,8 +42,10 @@ def released(model: Any, *, rotary: bool) -> dict[str, torch.Tensor]:
     ("name", "file"),
     [
         ("vit_small_patch14_dinov2", "dinov2_vits14_pretrain.pth"),
-        ("vit_small_patch14_reg4_dinov2", "dinov2_vits14_reg4_pretrain.pth"),
-        ("vit_small_patch16_dinov3", "dinov3_vits16_pretrain_lvd1689m-08c60483.pth"),
+        pytest.param("vit_small_patch14_reg4_dinov2", "dinov2_vits14_reg4_pretrain.pth", marks=pytest.mark.slow),
+        pytest.param(
+            "vit_small_patch16_dinov3", "dinov3_vits16_pretrain_lvd1689m-08c60483.pth", marks=pytest.mark.slow
+        ),
         ("vit_small_patch16_dinov3_qkvb", "dinov3_vits16_pretrain_sat493m-0123abcd.pth"),
     ],
 )

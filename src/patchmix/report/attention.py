@@ -59,7 +59,7 @@ def chosen_images(settings: ShowAttention | ShowPatches, encoders: Encoders) -> 
     """The images to draw: a source and positions in it."""
     if (settings.data is None) == (not settings.image):
         raise ValueError("give either --data DATA or --image FILE …")
-    source = open_images(settings.data or settings.image, encoders)
+    source = open_images(settings.data or settings.image, in_chans=encoders[0][1].architecture.in_chans)
     positions = settings.position or spread(len(source), len(settings.image) or settings.images)
     return source, [find_image(position, source) for position in positions]
 

@@ -30,7 +30,7 @@ class ImageFiles:
     labels = None
     classes = None
 
-    def __init__(self, files: Sequence[Path], channels: int) -> None:
+    def __init__(self, files: Sequence[Path], channels: int = 3) -> None:
         missing = [file for file in files if not file.is_file()]
         if missing:
             raise ValueError(f"there is no image {missing[0]}; give image files")
@@ -50,12 +50,11 @@ class ImageFiles:
         return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:32]
 
 
-def open_images(data: str | Path | Sequence[Path], encoders: Encoders, limit: int | None = None) -> Source:
+def open_images(data: str | Path | Sequence[Path], limit: int | None = None, *, in_chans: int = 3) -> Source:
     """The test images of `data`, or its training images where it has no others; with labels where it has them.
 
     data: what `pretrain` takes, or a list of image files. limit: at most this many, spread evenly over the set.
     """
-    in_chans = encoders[0][1].architecture.in_chans
     if not isinstance(data, str | Path):
         return ImageFiles(data, pixel_channels(in_chans))
     split: Split = "test" if has_split(data, "test") else "train"
@@ -135,7 +134,7 @@ def load_gallery(
     encoders: Encoders, data: str | Path, images: int | None, *, device: str = "auto", workers: int = 0
 ) -> Gallery:
     """The images of `data` and their features by some encoders, as kNN computes and stores them."""
-    source = open_images(data, encoders, images)
+    source = open_images(data, images, in_chans=encoders[0][1].architecture.in_chans)
     runs = []
     for name, backbone in encoders:
         pool = "mean" if backbone.encoder().cls_token is None else "token"
