@@ -339,7 +339,7 @@ def test_missing_labels_are_named(class_folder: Path) -> None:
         open_labeled(flat)
     (class_folder / "class1").rename(class_folder.parent / "away1")
     (class_folder / "class2").rename(class_folder.parent / "away2")
-    with pytest.raises(ValueError, match="has one class only"):
+    with pytest.raises(ValueError, match="has only one class"):
         open_labeled(class_folder)
     with pytest.raises(ValueError, match="neither a name nor a path"):
         open_labeled("no-such-data")
