@@ -26,7 +26,7 @@ from patchmix.data.memory import mean_and_std
 from patchmix.data.python import name_of
 from patchmix.data.sources import open_source
 from patchmix.data.views import CenterCrop, View, Views, two_views
-from patchmix.interop.backbone import fitted
+from patchmix.interop.backbone import Architecture, Backbone, fitted
 from patchmix.nn.vit import create_encoder
 from tests.conftest import SMALL_RUN
 
@@ -235,6 +235,9 @@ def test_train_resume_and_evaluate(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, vectors, rtol=1e-3, atol=1e-3)
     order = [int(file.stem) for file in files]
     np.testing.assert_allclose(backbone.embed(BANDS[order], device="cpu").numpy(), ours, rtol=1e-3, atol=1e-3)
+    if kind == "tif":
+        main(["shards", str(data), "--out", str(tmp_path / "shards"), "--per-shard", "9"])
+        assert run.knn(str(tmp_path / "shards"), k=(3,), device="cpu").images == 32
     main(["show", "attention", str(run.path), "--data", str(data), "--out", str(tmp_path / "attention.png")])
 
 
@@ -270,6 +273,29 @@ def test_the_first_convolution_of_a_stem_is_adapted_as_timm_does() -> None:
     kernel = weights["patch_embed.proj.0.weight"]
     expected = torch.cat([kernel, kernel, kernel[:, :1]], dim=1) * 3 / 7
     torch.testing.assert_close(encoder.state_dict()["patch_embed.proj.0.weight"], expected)
+
+
+def test_segmentation_of_bands(tmp_path: Path) -> None:
+    for split, part in (("train", range(12)), ("val", range(12, 16))):
+        for kind in ("images", "masks"):
+            (tmp_path / kind / split).mkdir(parents=True)
+        for i in part:
+            (tmp_path / "images" / split / f"{i}.tif").write_bytes(tiff(BANDS[i], photometric="rgb"))
+            Image.fromarray((BANDS[i, :, :, 0] > 30000).astype(np.uint8)).save(tmp_path / "masks" / split / f"{i}.png")
+    encoder = create_encoder("vit_tiny_patch8_16", dim=24, depth=1, heads=2, in_chans=5)
+    shape = Architecture.of("vit_tiny_patch8_16", encoder)
+    Backbone(shape, encoder.state_dict(), (0.5,) * 5, (0.3,) * 5).save(tmp_path / "encoder.safetensors")
+    for how in ({"protocol": "fast"}, {"batch_size": 4}):
+        result = patchmix.segment(
+            tmp_path / "encoder.safetensors",
+            data=tmp_path,
+            out=tmp_path / "out",
+            epochs=1,
+            workers=0,
+            device="cpu",
+            **how,
+        )
+        assert result.images == 4
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes

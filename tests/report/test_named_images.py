@@ -10,7 +10,7 @@ import pytest
 
 from patchmix.cli import main
 from patchmix.data.sources import open_source
-from patchmix.report.gallery import ImageFiles, find_image, open_images
+from patchmix.report.gallery import find_image, open_images
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,12 @@ def test_a_path_names_an_image_of_the_set(folder: Path) -> None:
 
 def test_files_are_a_source(folder: Path) -> None:
     files = [folder / "photos" / "a" / "0.png", folder / "photos" / "b" / "1.png"]
-    source = ImageFiles(files)
+    source = open_images(files)
     assert len(source) == 2
     assert source.load(1).shape == (32, 32, 3)
-    assert source.fingerprint() != ImageFiles(files[:1]).fingerprint()
+    assert source.fingerprint() != open_images(files[:1]).fingerprint()
     with pytest.raises(ValueError, match="there is no image"):
-        ImageFiles([folder / "none.png"])
+        open_images([folder / "none.png"])
 
 
 def test_the_command_line_takes_them(

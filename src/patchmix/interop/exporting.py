@@ -151,13 +151,14 @@ def _onnx(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
         raise ValueError("the weights are above 2 GB, the limit of one ONNX file; export to timm or huggingface")
     with replacing(out, overwrite=overwrite) as temporary, progress_bar("exporting to ONNX", None):
         temporary.write_bytes(_onnx_graph(backbone))
-    pixels = backbone.architecture.image_size
+    pixels, in_chans = backbone.architecture.image_size, backbone.architecture.in_chans
+    values = "rgb / 255" if in_chans in (1, 3) else "values where white is 1"
     usage = f"""\
 import onnxruntime
 
 session = onnxruntime.InferenceSession({str(out)!r})
-# images: float32 (N, {backbone.architecture.in_chans}, {pixels}, {pixels}), normalized: \
-(rgb / 255 - {list(backbone.mean)}) / {list(backbone.std)}
+# images: float32 (N, {in_chans}, {pixels}, {pixels}), normalized: \
+({values} - {list(backbone.mean)}) / {list(backbone.std)}
 features = session.run(["features"], {{"images": images}})[0]"""
     return Exported([out], usage)
 

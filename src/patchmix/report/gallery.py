@@ -1,6 +1,5 @@
 """The images of figures and reports: as files and thumbnails, and as features of one or several encoders."""
 
-import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from patchmix.data.contract import Source, Split
-from patchmix.data.decode import DecodeError, Pixels, pixel_channels, read_image, to_picture, to_unit
+from patchmix.data.decode import DecodeError, pixel_channels, to_picture, to_unit
+from patchmix.data.python import Files
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CenterCrop
 from patchmix.device import resolve_device
@@ -23,40 +23,17 @@ from patchmix.interop.loading import load_backbone
 Encoders = list[tuple[str, Backbone]]  # with their names
 
 
-class ImageFiles:
-    """Some image files as a source, without labels."""
-
-    name = "files"
-    labels = None
-    classes = None
-
-    def __init__(self, files: Sequence[Path], channels: int = 3) -> None:
-        missing = [file for file in files if not file.is_file()]
-        if missing:
-            raise ValueError(f"there is no image {missing[0]}; give image files")
-        self._files, self._channels = list(files), channels
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def load(self, index: int) -> Pixels:
-        return read_image(self._files[index].read_bytes(), self.key(index), self._channels)
-
-    def key(self, index: int) -> str:
-        return str(self._files[index])
-
-    def fingerprint(self) -> str:
-        sizes = [f"{file.name} {file.stat().st_size}" for file in self._files]
-        return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:32]
-
-
 def open_images(data: str | Path | Sequence[Path], limit: int | None = None, *, in_chans: int = 3) -> Source:
     """The test images of `data`, or its training images where it has no others; with labels where it has them.
 
     data: what `pretrain` takes, or a list of image files. limit: at most this many, spread evenly over the set.
     """
     if not isinstance(data, str | Path):
-        return ImageFiles(data, pixel_channels(in_chans))
+        if missing := [file for file in data if not Path(file).is_file()]:
+            raise ValueError(f"there is no image {missing[0]}; give image files")
+        files = Files(data, name="files")
+        files.channels = pixel_channels(in_chans)
+        return files
     split: Split = "test" if has_split(data, "test") else "train"
     source = open_source(data, split, class_folders=True, cache_bytes=0, progress=False, in_chans=in_chans)
     return source if limit is None or limit >= len(source) else Subset(source, limit)

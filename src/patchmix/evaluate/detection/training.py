@@ -74,6 +74,8 @@ def detect(settings: Detect, backbone: Backbone | None = None) -> Result | list[
             raise ValueError("a detector brings its own encoder; give either an encoder or a detector to start from")
         if not scratch and backbone is None:
             backbone = load_backbone(settings.weights, encoder=settings.encoder)
+        if backbone is not None and (in_chans := backbone.architecture.in_chans) not in (1, 3):
+            raise ValueError(f"detect reads RGB images, but the encoder takes {in_chans} channels; use segment")
         return _train_and_evaluate(settings, backbone, device, out)
 
 
