@@ -18,7 +18,7 @@ import torch
 from jinja2 import UndefinedError
 from PIL import Image
 
-from patchmix.data.python import Files
+from patchmix.data.folder import FolderSource
 from patchmix.evaluate.results import read_results
 from patchmix.recipes import PaperRow
 from patchmix.report import page
@@ -126,7 +126,7 @@ def test_the_policy_allows_exactly_this_style_and_script(run: Path, tmp_path: Pa
 def test_two_thousand_photographs_and_two_wide_encoders_stay_below_15_megabytes() -> None:
     noise = np.random.default_rng(0).normal(128, 25, (16, 64, 64, 3)).clip(0, 255).astype(np.uint8)  # worse than photos
 
-    class Noise(Files):
+    class Noise(FolderSource):
         def load(self, index: int) -> np.ndarray:
             return noise[index % 16]
 
@@ -134,7 +134,7 @@ def test_two_thousand_photographs_and_two_wide_encoders_stay_below_15_megabytes(
             return "name.jpg"
 
     runs = [(name, torch.randn(2000, 768)) for name in ("a", "b")]
-    packed = pack_explorer(Gallery(Noise([], name="noise"), list(range(2000)), None, runs))
+    packed = pack_explorer(Gallery(Noise(Path(), name="noise", files=["x"]), list(range(2000)), None, runs))
     assert len(rendered("{{ data | tojson }}", data=packed)) < 15e6 * 0.93  # the rest is for figures and curves
 
 

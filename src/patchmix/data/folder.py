@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,22 @@ _SUFFIXES = tuple(extension.encode() for extension in EXTENSIONS)
 
 
 class FolderSource:
-    """The images below `root`, in the order of their relative paths.
+    """The images below `root`, in the order of their relative paths, or the given files in their own order.
 
     `classes`: names of first-level sub-folders that label the images; None for no labels.
     """
 
     channels = 3
 
-    def __init__(self, root: Path, *, name: str, classes: tuple[str, ...] | None = None) -> None:
-        paths = list_images(root)
+    def __init__(
+        self,
+        root: Path,
+        *,
+        name: str,
+        classes: tuple[str, ...] | None = None,
+        files: Sequence[str | Path] | None = None,
+    ) -> None:
+        paths = list_images(root) if files is None else [os.fsencode(file) for file in files]
         if not paths:
             raise ValueError(f"no images in {str(root)!r}; files ending in {', '.join(EXTENSIONS)} or .npy are taken")
         self.name = name

@@ -16,7 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from patchmix.data.contract import Labels, Source
-from patchmix.data.decode import DecodeError, Pixels, as_pixels, read_image, to_rgb, to_unit
+from patchmix.data.decode import DecodeError, Pixels, as_pixels, to_rgb, to_unit
+from patchmix.data.folder import FolderSource
 from patchmix.data.memory import from_array
 from patchmix.progress import progress_bar
 
@@ -56,7 +57,7 @@ def _source(data: Any, split: str) -> Source:
     if hasattr(data, "column_names") and hasattr(data, "features"):
         return _hugging_face(data, title)
     if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], str | Path):
-        return Files([Path(path) for path in data], name=title)
+        return FolderSource(Path(), name=title, files=data)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return _dataset(data, title)
     raise ValueError(
@@ -174,36 +175,4 @@ class Items:
                 digest.update(self.load(index).tobytes())
             except DecodeError:
                 digest.update(b"bad")
-        return digest.hexdigest()[:32]
-
-
-class Files:
-    """Image files in a given order."""
-
-    labels = classes = None
-    channels = 3
-
-    def __init__(self, paths: Sequence[Path], *, name: str) -> None:
-        self._paths, self.name = list(paths), name
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def load(self, index: int) -> Pixels:
-        return read_image(self.encoded(index), self.key(index), self.channels)
-
-    def encoded(self, index: int) -> bytes:
-        """The image file's bytes, as they are. Raises DecodeError."""
-        try:
-            return self._paths[index].read_bytes()
-        except OSError as error:
-            raise DecodeError(self.key(index), error.strerror or type(error).__name__) from error
-
-    def key(self, index: int) -> str:
-        return str(self._paths[index])
-
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(b"files\0")
-        for path in self._paths:
-            digest.update(f"{path}\0{path.stat().st_size if path.is_file() else -1}\0".encode())
         return digest.hexdigest()[:32]

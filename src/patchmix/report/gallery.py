@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchmix.data.contract import Source, Split
 from patchmix.data.decode import DecodeError, pixel_channels, to_picture, to_unit
-from patchmix.data.python import Files
+from patchmix.data.folder import FolderSource
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CenterCrop
 from patchmix.device import resolve_device
@@ -31,7 +31,7 @@ def open_images(data: str | Path | Sequence[Path], limit: int | None = None, *, 
     if not isinstance(data, str | Path):
         if missing := [file for file in data if not Path(file).is_file()]:
             raise ValueError(f"there is no image {missing[0]}; give image files")
-        files = Files(data, name="files")
+        files = FolderSource(Path(), name="files", files=data)
         files.channels = pixel_channels(in_chans)
         return files
     split: Split = "test" if has_split(data, "test") else "train"

@@ -244,12 +244,14 @@ def hold_statistics(method: Method, optimizer: torch.optim.Optimizer, progress: 
 
     Nor do their copies in a momentum encoder.
     """
+    encoders = [method.encoder, method.momentum_encoder() or method.encoder]
+    norms = [[m for m in e.modules() if isinstance(m, nn.BatchNorm1d) and m.affine] for e in encoders]
+    if not norms[0]:
+        return
     learning = {id(p) for g in optimizer.param_groups if progress >= g.get("start", 0.0) for p in g["params"]}
-    copies = dict((method.momentum_encoder() or nn.Module()).named_modules())
-    for name, module in method.encoder.named_modules():
-        if isinstance(module, nn.BatchNorm1d) and module.affine:
-            for each in (module, copies.get(name, module)):
-                each.train(method.training and id(module.weight) in learning)
+    for module, copied in zip(*norms, strict=True):
+        for each in (module, copied):
+            each.train(method.training and id(module.weight) in learning)
 
 
 def wrap(method: Method, device: torch.device, *, compiled: bool = False) -> nn.Module:
