@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
@@ -61,6 +62,7 @@ class FakeGPU(TorchDispatchMode):
         answers = {"is_available": True, "is_bf16_supported": True, "_lazy_init": None, "manual_seed_all": None}
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+        patch.setattr(fake_tensor, "init_gpu_context", lambda device: None)  # torch 2.10 would allocate on the device
         for module in ("torch.nn.utils.clip_grad", "torch.optim.optimizer"):
             patch.setattr(importlib.import_module(module), "_group_tensors_by_device_and_dtype", _group_tensors)
         patch.setattr(
