@@ -322,6 +322,15 @@ def test_a_term_that_is_off_costs_no_pass_and_changes_no_other(weights: tuple[fl
     assert images == [*[6] * (oto + mto + mtm), 6 * (oto + (mto or mtm))]  # one pass for each key, then the queries'
 
 
+@pytest.mark.parametrize(("options", "mixes"), [({}, 2), ({"weights": (1, 1, 0)}, 1)])
+@pytest.mark.parametrize("directions", ["paper", "symmetric"])
+def test_the_other_view_is_mixed_where_it_is_needed(directions: str, options: dict[str, Any], mixes: int) -> None:
+    x = views()
+    mix1, mix2 = make(directions=directions, **options).draw(x)[0]
+    assert (mix1.images is not mix2.images) == (mixes == 2 or directions == "symmetric")
+    assert not torch.equal(mix1.images, x[0])
+
+
 def test_normalized_mix_to_mix_sums_to_one() -> None:
     out = make(num_mix=3, normalize_mix_to_mix=True).train()(views(8))
     assert out["mtm/chance"].item() == pytest.approx(math.log(8), rel=1e-5)

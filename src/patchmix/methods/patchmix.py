@@ -52,9 +52,12 @@ class PatchMixMethod(Method):
         self.ramp.fill_(Linear(0.0, 1.0, options.mixed_ramp)(progress))
 
     def draw(self, views: Sequence[Tensor]) -> tuple[list[Mixed]]:
-        """Every view mixed, x1 and x2 in this order (Algorithm 2, lines 5 and 6)."""
-        mix = self.mix.for_one_step()
-        return ([self.mixed(mix, x) for x in self.in_order(views)],)
+        """x1, x2 and the local crops, mixed (Algorithm 2, lines 5 and 6); x1 also in the place of x2 if only mix-to-mix
+        would need that."""
+        mix, (x1, x2, *crops) = self.mix.for_one_step(), self.in_order(views)
+        mix1 = self.mixed(mix, x1)
+        needed = self.options.weights[2] or self.options.directions == "symmetric"
+        return ([mix1, self.mixed(mix, x2) if needed else mix1, *(self.mixed(mix, crop) for crop in crops)],)
 
     def in_order(self, views: Sequence[Tensor]) -> Sequence[Tensor]:
         """x1, of which the mixed query is made, x2, and the local crops."""
