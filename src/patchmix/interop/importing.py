@@ -130,7 +130,8 @@ def _converted_by_timm(
     given = {name: tensor.detach().float() for name, tensor in tensors.items()}
     depth = 1 + max(int(name.split(".")[1]) for name in given if name.startswith("blocks."))
     dim, extra = given["patch_embed.proj.weight"].shape[0], given.get("register_tokens", given.get("storage_tokens"))
-    names, registers = f"*_{format}", 0 if extra is None else extra.shape[1]
+    size = next((size for (width, _), size in _SIZES.items() if width == dim), "*")
+    names, registers = f"vit_{size}*_{format}", 0 if extra is None else extra.shape[1]
     if format == "dinov3":  # some of its models have biases of queries and values, in others they are zero
         biases = [name for name in given if name.endswith("qkv.bias")]
         if any(bool(given[name].any()) for name in biases):
