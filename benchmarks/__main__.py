@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.result import Result
 from patchmix.train.allocator import keep_freed_memory, restart_with_huge_pages
 
-NAMES = ("step", "memory", "views", "loader", "knn", "evaluate", "start", "growth")
+NAMES = ("step", "memory", "views", "loader", "knn", "evaluate", "start", "growth", "scale")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import math
+import tracemalloc
 from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from patchmix.data import randomness
 from patchmix.data.contract import Groups
 from patchmix.data.decode import DecodeError
 from patchmix.data.loader import Loader
@@ -51,6 +54,40 @@ def test_the_numbers_stay_the_same_between_versions() -> None:
 @settings(deadline=None, max_examples=50)
 def test_permutation_has_everything_once(length: int, seed: int, epoch: int) -> None:
     assert sorted(permutation(length, seed, epoch).tolist()) == list(range(length))
+
+
+@given(length=st.integers(2, 70), cut=st.integers(0, 70), epoch=st.integers(0, 1000))
+@settings(deadline=None, max_examples=30)
+def test_a_long_permutation_is_computed_in_parts(length: int, cut: int, epoch: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(randomness, "SORTED", 1)
+        patch.setattr(randomness, "_PLACES", 7)
+        whole = permutation(length, 5, epoch)
+        assert sorted(whole.tolist()) == list(range(length))
+        parts = [permutation(length, 5, epoch, stop=cut), permutation(length, 5, epoch, first=cut)]
+        assert np.concatenate(parts).tolist() == whole.tolist()
+        order = Order(length, 2, 5)
+        assert order.line(epoch).tolist() == whole.tolist()
+        assert order.batch(epoch, length // 2 - 1).tolist() == whole[: length // 2 * 2][-2:].tolist()
+
+
+def test_a_long_permutation_is_random_and_takes_little_memory() -> None:
+    billion = 10**9
+    tracemalloc.start()
+    few = Groups(np.arange(0, billion, 2500), 32)  # 400,000 shards
+    drawn = [Order(billion, 4096, 7, groups).batch(3, 200_000) for groups in (None, few)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
+    assert all(len(set(batch.tolist())) == 4096 for batch in drawn)
+    places = permutation(billion, 7, 3, first=10**6, stop=10**6 + 65_536)
+    assert not np.array_equal(places, permutation(billion, 7, 4, first=10**6, stop=10**6 + 65_536))
+    chi_square = [((np.bincount(p) - 1024) ** 2 / 1024).sum() for p in (places * 64 // billion, places % 64)]
+    assert max(chi_square) < 120  # 63 degrees of freedom
+    steps = (places[1:] - places[:-1]) % billion * 64 // billion
+    assert ((np.bincount(steps) - 1024) ** 2 / 1024).sum() < 120
+    # Runs resume after an upgrade.
+    assert permutation(billion, 0, 0, stop=3).tolist() == [70859558, 647358739, 383658279]
 
 
 def test_permutations_of_epochs_differ() -> None:
@@ -149,6 +186,32 @@ def test_resume_is_exact(start: int, world: int, accumulate: int) -> None:
     loader = made(Grouped([7, 13, 5, 9, 11, 3, 8], 4), 8, rank=world - 1, world_size=world, accumulate=accumulate)
     whole = indices(loader, 24 * accumulate)
     assert indices(loader, (24 - start) * accumulate, start) == whole[start * accumulate :]
+
+
+@given(
+    before=st.sampled_from([1, 2, 3, 8, 32]),
+    after=st.sampled_from([1, 2, 4, 6]),
+    size=st.integers(2, 6),
+    cut=st.integers(0, 5),
+    grouped=st.booleans(),
+)
+@example(before=512, after=256, size=3, cut=1, grouped=True)
+@settings(deadline=None, max_examples=25)
+def test_ranks_are_disjoint_and_complete_also_when_their_number_changes(
+    before: int, after: int, size: int, cut: int, grouped: bool
+) -> None:
+    batch = math.lcm(before, after)
+    source = Grouped([size * batch // 7] * 7 + [batch // 2] if grouped else [size * batch], 4)
+    steps = len(source) // batch
+    cut = min(cut, steps)
+    seen: list[int] = []
+    for world, first, stop in ((before, 0, cut), (after, cut, steps)):
+        for rank in range(world):
+            requests = made(source, batch, rank=rank, world_size=world)._requests(first)
+            parts = [part for _, part in islice(requests, stop - first)]
+            assert all(len(part) == batch // world for part in parts)  # as many on every rank
+            seen += flat([part.tolist() for part in parts])
+    assert len(seen) == len(set(seen)) == steps * batch
 
 
 def test_two_ranks_of_two_workers_see_each_image_once() -> None:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from benchmarks.streaming import stream, write_noise
-from patchmix.data import shard_files
+from patchmix.data import shard_files, shards
 from patchmix.data.decode import DecodeError
 from patchmix.data.loader import Loader, one_pass
 from patchmix.data.shard_files import by_split, expand_braces
@@ -35,6 +35,8 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (60, 6, 5, 3), dtype=np.uint8
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(shard_files, "PAUSE", 0.0)
+    monkeypatch.setattr(shards, "MAPPED", 0)  # every index is read as a large one is
+    monkeypatch.setattr(shards, "_CHECKED", 7)
     return tmp_path / "cache"
 
 
@@ -98,11 +100,15 @@ class TestReading:
             source = opened(tmp_path / "w")
         assert source.classes is not None
         np.testing.assert_array_equal(opened(tmp_path / "w" / "train-000002.tar").load(3), source.load(23))
-        index = tmp_path / "w" / "train-index.safetensors"
+        some = opened(tmp_path / "w" / "train-00000{0,2,3,1}.tar")  # parts of the index, joined
+        for place, whole in ((0, 0), (9, 9), (10, 20), (29, 39), (30, 10), (39, 19)):
+            assert some.key(place) == source.key(whole)
+            np.testing.assert_array_equal(some.load(place), source.load(whole))
+        index, content = tmp_path / "w" / "train-index.safetensors", source.fingerprint()
         index.write_bytes(index.read_bytes()[:-9])
         scanned = opened(tmp_path / "w")
         assert "train-index.safetensors" in capsys.readouterr().err
-        assert scanned.fingerprint() == source.fingerprint()
+        assert scanned.fingerprint() == content
 
     def test_the_fingerprint_is_of_the_content_not_of_the_place(self, folder: Path, tmp_path: Path) -> None:
         first = opened(folder).fingerprint()
@@ -214,7 +220,7 @@ class TestDamage:
                 index = ShardIndex.load(path)
             except ValueError:
                 return
-            assert index.counts.tolist() == [len(index.offsets)] and len(index.names) == len(index.sizes)
+            assert index.counts.tolist() == [len(index.offsets)] and len(index.name_ends) == len(index.sizes)
             assert all(0 < start <= start + size <= room for start, size, room in _places(index))
 
     @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def from_array(
 
 def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source:
     """Decode `source` once into shared memory; returned unchanged when its pixels need more than `cache_bytes`."""
-    if isinstance(source, InMemorySource) or cache_bytes <= 0:
+    if isinstance(source, InMemorySource) or cache_bytes < 3 * len(source):  # a pixel each
         return source
     shapes = np.zeros((len(source), 4), np.int64)
     bad: dict[int, str] = {}
@@ -196,7 +196,7 @@ def some_positions(source: Source, sample: int) -> Indices:
     """Random positions: (at most sample,); of a few groups only, where reading from many costs a lot."""
     groups = groups_of(source)
     if groups is None:
-        return permutation(len(source), 0)[:sample]
+        return permutation(len(source), 0, stop=sample)
     bounds = groups.bounds(len(source))
     few = permutation(len(groups.starts), 0)[: min(groups.window, _TRIED_GROUPS)].tolist()
     runs = [np.arange(bounds[g], bounds[g + 1]) for g in few]

@@ -9,6 +9,7 @@ batch, L lanes.
 """
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MOST_LANES = 8  # processes that can read from groups of their own
+SORTED = 1 << 24  # a permutation of more is not built as a whole, which would take 24 bytes per sample
+_ROUNDS = 6  # of the Feistel network that computes single places of it
+_PLACES = 1 << 16  # of it that are computed at a time
 
 
 def _scramble(state: UInt64s) -> UInt64s:
@@ -52,10 +56,26 @@ def uniforms(draws: int, *address: Any) -> npt.NDArray[np.float64]:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def permutation(length: int, *address: int) -> npt.NDArray[np.int64]:
-    """A random order of 0 … length-1 for this address: (length,)."""
-    words = hash_words(*address, np.arange(length))
-    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+def permutation(length: int, *address: int, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+    """A random order of 0 … length-1 for this address, or its places first … stop-1: (stop - first,).
+
+    Above `SORTED` only the places asked for are computed, in memory of their number: a Feistel network permutes the
+    next power of 4, and what falls outside of the order goes through it again (Black and Rogaway 2002).
+    """
+    if length <= SORTED:
+        words = hash_words(*address, np.arange(length))
+        return np.argsort(words, kind="stable").astype(np.int64, copy=False)[first:stop]
+    bits = np.uint64(((length - 1).bit_length() + 1) // 2)
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    order = np.arange(first, length if stop is None else min(stop, length), dtype=np.uint64)
+    outside = np.arange(len(order))
+    while len(outside):
+        left, right = order[outside] >> bits, order[outside] & mask
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (hash_words(*address, number, right) & mask)
+        order[outside] = left << bits | right
+        outside = outside[order[outside] >= np.uint64(length)]
+    return order.astype(np.int64)
 
 
 class Order:
@@ -64,7 +84,7 @@ class Order:
     Groups are shuffled and laid end to end. Every `window` groups of this line, their samples are shuffled among
     each other. The line's first steps · B samples are cut into L lanes of equal length; a batch takes the next B / L
     samples of each lane. So a process that has a slice of each batch reads from a few lanes, and a lane from one window
-    at a time. Nothing here depends on the number of processes or workers.
+    at a time. Nothing here depends on the number of processes or workers. Only the windows in use are computed.
     """
 
     def __init__(self, length: int, batch_size: int, seed: int, groups: Groups | None = None) -> None:
@@ -76,28 +96,42 @@ class Order:
             assert self._bounds[0] == 0 and bool((np.diff(self._bounds) >= 0).all()), "groups cover the source in order"
             self.lanes = lanes_for(batch_size, groups.window)
             self.window = max(1, groups.window // self.lanes)  # groups of one window
-        self._epoch = -1
-        self._batches: Indices = np.empty((0, batch_size), np.int64)  # (steps, B), of this epoch
+        self._windows = lru_cache(1)(self._cut)
+        self._samples = lru_cache(2 * self.lanes)(self._shuffled)  # a batch may end one window and begin the next
 
-    def line(self, epoch: int) -> Indices:
-        """All samples, one after the other: (N,)."""
+    def _cut(self, epoch: int) -> tuple[Indices, Indices]:
+        """The groups in the order of the epoch: (G,), and where each window begins, with the end of the last one."""
         if self._bounds is None:
-            return permutation(self._length, self._seed, epoch)
+            size = self._length if self._length <= SORTED else _PLACES
+            return np.empty(0, np.int64), np.append(np.arange(0, self._length, max(1, size)), self._length)
         groups = permutation(len(self._bounds) - 1, self._seed, epoch, 0)
-        parts = []
-        for number, first in enumerate(range(0, len(groups), self.window)):
-            window = groups[first : first + self.window].tolist()
-            samples = np.concatenate([np.arange(self._bounds[g], self._bounds[g + 1]) for g in window])
-            parts.append(samples[permutation(len(samples), self._seed, epoch, 1 + number)])
+        starts = np.append(0, np.cumsum(np.diff(self._bounds)[groups]))
+        return groups, np.append(starts[: -1 : self.window], self._length)
+
+    def _shuffled(self, epoch: int, number: int) -> Indices:
+        """The samples of a window."""
+        groups, starts = self._windows(epoch)
+        if self._bounds is None:
+            return permutation(self._length, self._seed, epoch, first=starts[number], stop=starts[number + 1])
+        window = groups[number * self.window : (number + 1) * self.window].tolist()
+        samples = np.concatenate([np.arange(self._bounds[g], self._bounds[g + 1]) for g in window])
+        return samples[permutation(len(samples), self._seed, epoch, 1 + number)]
+
+    def line(self, epoch: int, first: int = 0, stop: int | None = None) -> Indices:
+        """All samples one after the other, or those from `first` to `stop`: (stop - first,)."""
+        _, starts = self._windows(epoch)
+        stop = self._length if stop is None else min(stop, self._length)
+        parts = [np.empty(0, np.int64)]
+        number = int(np.searchsorted(starts, first, side="right")) - 1
+        while number < len(starts) - 1 and starts[number] < stop:
+            parts.append(self._samples(epoch, number)[max(0, first - starts[number]) : stop - starts[number]])
+            number += 1
         return np.concatenate(parts)
 
     def batch(self, epoch: int, step: int) -> Indices:
-        if epoch != self._epoch:
-            steps = self._length // self._batch_size
-            lanes = self.line(epoch)[: steps * self._batch_size].reshape(self.lanes, steps, -1)
-            self._batches, self._epoch = lanes.swapaxes(0, 1).reshape(steps, self._batch_size), epoch
-        batch: Indices = self._batches[step]
-        return batch
+        share = self._batch_size // self.lanes
+        begins = np.arange(self.lanes) * (self._length // self._batch_size) * share + step * share
+        return np.concatenate([self.line(epoch, begin, begin + share) for begin in begins.tolist()])
 
 
 def lanes_for(batch_size: int, window: int) -> int:

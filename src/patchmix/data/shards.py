@@ -8,6 +8,7 @@ split next to the shards, train-index.safetensors; without it, shards are scanne
 
 import hashlib
 import json
+import mmap
 import os
 import sys
 from collections.abc import Sequence
@@ -19,9 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import pyarrow as pa
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+import numpy.typing as npt
+from safetensors.numpy import save
 
 from patchmix.data import shard_files
 from patchmix.data.contract import Groups, Indices, Labels
@@ -30,7 +30,11 @@ from patchmix.data.shard_files import BLOCK, MAX_MEMBER, is_remote, open_remote,
 from patchmix.files import cache_folder, writing
 from patchmix.progress import progress_bar
 
+UInt8s = npt.NDArray[np.uint8]
+
 _VERSION = 1  # of the index
+MAPPED = 64 << 20  # bytes; a mapped file stays open, so there must not be thousands
+_CHECKED = 1 << 20  # samples of an index at a time
 _OPEN_FILES = 16  # in each process
 _MOST_SHARDS = 64  # in use at a time
 _WINDOW_BYTES = 8 << 30  # of shards in use at a time; less than the cache of remote ones holds
@@ -49,7 +53,8 @@ class ShardIndex:
     offsets: Indices  # (N,)
     sizes: Indices  # (N,)
     labels: Indices  # (N,), -1 where there is none
-    names: Any  # N member names, an arrow array of bytes
+    name_ends: Indices  # (N,), in the text of all member names
+    names: UInt8s
     classes: tuple[str, ...] | None = None
     skipped: tuple[str, ...] = ()  # per shard what was left out, "" where nothing
 
@@ -62,71 +67,101 @@ class ShardIndex:
             "classes": self.classes,
             "skipped": self.skipped,
         }
-        arrays = {name: getattr(self, name) for name in _PER_SAMPLE}
-        names = self.names.to_pylist()
-        arrays["name_ends"] = np.cumsum([len(name) for name in names], dtype=np.int64)
-        arrays["names"] = np.frombuffer(b"".join(names), np.uint8)
+        arrays = {name: getattr(self, name) for name in (*_PER_SAMPLE, "name_ends", "names")}
         with writing(path) as file:
             file.write(save(arrays, {"index": json.dumps(described)}))
 
     @classmethod
     def load(cls, place: str | Path) -> "ShardIndex":
         """Raises OSError where there is no such file, ValueError where it is no index, or a damaged one."""
-        data = read_remote(str(place)) if is_remote(str(place)) else Path(place).read_bytes()
+        data = read_remote(str(place)) if is_remote(str(place)) else _bytes(Path(place))
         try:
-            arrays = load(data)
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            described = json.loads(header["__metadata__"]["index"])
-            name_bounds = np.append(np.int64(0), arrays["name_ends"])
-            buffers = [None, pa.py_buffer(name_bounds), pa.py_buffer(arrays["names"])]
+            start = 8 + int.from_bytes(data[:8], "little")
+            header = json.loads(data[8:start])
+            described = json.loads(header.pop("__metadata__")["index"])
+            arrays = {name: _array(data, start, **entry) for name, entry in header.items()}
             index = cls(
                 shards=tuple(map(str, described["shards"])),
                 shard_bytes=np.array(described["bytes"], np.int64),
                 counts=np.array(described["counts"], np.int64),
-                offsets=arrays["offsets"],
-                sizes=arrays["sizes"],
-                labels=arrays["labels"],
-                names=pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(arrays["name_ends"]), buffers),
                 classes=None if described["classes"] is None else tuple(map(str, described["classes"])),
                 skipped=tuple(map(str, described["skipped"])),
+                **arrays,
             )
-            index.names.validate(full=True)
-            if described["version"] == _VERSION and name_bounds.dtype == np.int64 and index.is_sound():
+            if described["version"] == _VERSION and index.is_sound():
                 return index
             reason = ""
-        except (SafetensorError, KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             reason = f" ({' '.join(str(error).split())})"
         raise ValueError(f"{str(place)!r} is not an index of shards, or a damaged one{reason}; remove it")
 
     def is_sound(self) -> bool:
-        """An index may come from anywhere: every sample must lie inside its shard."""
-        samples, shards = len(self.names), len(self.shards)
-        sized = [(array, shards) for array in (self.shard_bytes, self.counts)]
-        sized += [(array, samples) for array in (self.offsets, self.sizes, self.labels)]
+        """An index may come from anywhere: every sample must lie inside its shard, every name inside the names."""
+        samples, shards = len(self.offsets), len(self.shards)
+        sized = [(getattr(self, name), shards) for name in _PER_SHARD]
+        sized += [(getattr(self, name), samples) for name in (*_PER_SAMPLE, "name_ends")]
         if any(array.dtype != np.int64 or array.shape != (length,) for array, length in sized):
             return False
         if len(self.skipped) != shards or (self.counts < 0).any() or int(self.counts.sum()) != samples:
             return False
-        rooms = np.repeat(self.shard_bytes, self.counts)
-        return bool(
-            ((self.offsets >= BLOCK) & (self.offsets <= rooms) & (rooms < 1 << 60)).all()
-            and ((self.sizes >= 0) & (self.sizes <= MAX_MEMBER) & (self.offsets + self.sizes <= rooms)).all()
-        )
+        if self.names.dtype != np.uint8 or len(self.names) != (self.name_ends[-1] if samples else 0):
+            return False
+        stops, before = np.cumsum(self.counts), 0
+        for first in range(0, samples, _CHECKED):
+            offsets, sizes, _, ends = (a[first : first + _CHECKED] for a, _ in sized[len(_PER_SHARD) :])
+            low, high = np.searchsorted(stops, (first, first + len(sizes) - 1), side="right")  # shards
+            inside = np.clip(stops[low : high + 1], None, first + len(sizes))
+            rooms = np.repeat(self.shard_bytes[low : high + 1], np.diff(inside, prepend=first))
+            sound = (offsets >= BLOCK) & (offsets <= rooms) & (rooms < 1 << 60)
+            sound &= (sizes >= 0) & (sizes <= MAX_MEMBER) & (offsets + sizes <= rooms)
+            if not sound.all() or (np.diff(ends, prepend=before) < 0).any():
+                return False
+            before = ends[-1]
+        return True
 
-    def one(self, number: int) -> "ShardIndex":
-        """The part that is about one shard."""
-        stop = int(self.counts[: number + 1].sum())
-        start = stop - int(self.counts[number])
-        parts = {name: getattr(self, name)[number : number + 1] for name in ("shards", "skipped", *_PER_SHARD)}
-        parts |= {name: getattr(self, name)[start:stop] for name in ("names", *_PER_SAMPLE)}
-        return replace(self, **parts)
+    def name(self, number: int) -> bytes:
+        """Of a sample's image in its tar."""
+        start = int(self.name_ends[number - 1]) if number else 0
+        return self.names[start : int(self.name_ends[number])].tobytes()
+
+    def part(self, first: int, stop: int) -> "ShardIndex":
+        """What is about the shards from `first` to `stop`."""
+        if (first, stop) == (0, len(self.shards)):
+            return self
+        start = int(self.counts[:first].sum())
+        end = start + int(self.counts[first:stop].sum())
+        before, after = (int(self.name_ends[i - 1]) if i else 0 for i in (start, end))
+        parts = {name: getattr(self, name)[first:stop] for name in ("shards", "skipped", *_PER_SHARD)}
+        parts |= {name: getattr(self, name)[start:end] for name in _PER_SAMPLE}
+        return replace(self, **parts, name_ends=self.name_ends[start:end] - before, names=self.names[before:after])
+
+
+def _bytes(path: Path) -> Any:
+    """A file's bytes; those of a large one are mapped, so that the processes of a machine share them."""
+    if path.stat().st_size < MAPPED:
+        return path.read_bytes()
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _array(data: Any, start: int, *, dtype: str, shape: list[int], data_offsets: list[int]) -> Any:
+    """One array of a safetensors file, not copied."""
+    first, end = data_offsets
+    kind = np.dtype({"I64": np.int64, "U8": np.uint8}[dtype])
+    if not 0 <= first <= end or shape != [(end - first) // kind.itemsize]:
+        raise ValueError("its header contradicts itself")
+    return np.frombuffer(data, kind, shape[0], start + first)
 
 
 def join(parts: Sequence[ShardIndex]) -> ShardIndex:
     """One index for all, in the order given."""
+    if len(parts) == 1:
+        return parts[0]
+    shifts = np.cumsum([0, *(len(part.names) for part in parts)]).tolist()
     return ShardIndex(
         shards=tuple(name for part in parts for name in part.shards),
-        names=pa.concat_arrays([part.names for part in parts]),
+        name_ends=np.concatenate([part.name_ends + shift for part, shift in zip(parts, shifts, strict=False)]),
+        names=np.concatenate([part.names for part in parts]),
         classes=next((part.classes for part in parts if part.classes is not None), None),
         skipped=tuple(text for part in parts for text in part.skipped),
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in (*_PER_SHARD, *_PER_SAMPLE)},
@@ -137,6 +172,7 @@ def scanned(file: IO[bytes], name: str) -> ShardIndex:
     """The index of one shard, from its headers. Raises OSError."""
     found = shard_files.scan(file)
     samples = found.samples
+    names = [sample.image.name.encode("utf-8", "backslashreplace") for sample in samples]
     return ShardIndex(
         shards=(name,),
         shard_bytes=np.array([os.fstat(file.fileno()).st_size], np.int64),
@@ -144,9 +180,8 @@ def scanned(file: IO[bytes], name: str) -> ShardIndex:
         offsets=np.array([sample.image.offset for sample in samples], np.int64),
         sizes=np.array([sample.image.size for sample in samples], np.int64),
         labels=np.array([sample.label for sample in samples], np.int64),
-        names=pa.array(
-            [sample.image.name.encode("utf-8", "backslashreplace") for sample in samples], pa.large_binary()
-        ),
+        name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
+        names=np.frombuffer(b"".join(names), np.uint8),
         skipped=(", ".join(f"{count} {reason}" for reason, count in sorted(found.skipped.items())),),
     )
 
@@ -177,15 +212,14 @@ class ShardSource:
         return read_image(self.encoded(index), self.key(index), self.channels)
 
     def key(self, index: int) -> str:
-        name = str(self._index.names[index].as_py(), "utf-8", "backslashreplace")
-        return f"{self._index.shards[self._shard_of(index)]}/{name}"
+        shard = self._index.shards[self._shard_of(index)]
+        return f"{shard}/{str(self._index.name(index), 'utf-8', 'backslashreplace')}"
 
     def fingerprint(self) -> str:
         kept = self._index
         digest = hashlib.sha256(b"shards\0" + "\0".join(kept.shards).encode("utf-8", "backslashreplace"))
-        for array in (kept.counts, kept.shard_bytes, kept.offsets, kept.sizes, kept.labels):
-            digest.update(array.tobytes())
-        digest.update(b"".join(kept.names.to_pylist()))
+        for array in (kept.counts, kept.shard_bytes, kept.offsets, kept.sizes, kept.labels, kept.names):
+            digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()[:32]
 
     def encoded(self, index: int) -> bytes:
@@ -216,13 +250,19 @@ class ShardSource:
 
 def open_shards(shards: Sequence[str], *, name: str, progress: bool = True) -> ShardSource:
     """A source from local or remote shards; those that no index describes are scanned once."""
-    known = _described(shards)
-    unknown = [shard for shard in shards if shard not in known]
+    places = _described(shards)
+    unknown = [i for i, place in enumerate(places) if place is None]
     with ThreadPoolExecutor(8) as pool, progress_bar(f"indexing {name}", len(unknown), progress, "shards") as advance:
-        for shard, part in zip(unknown, pool.map(_scan_once, unknown), strict=True):
-            known[shard] = part
+        for i, part in zip(unknown, pool.map(_scan_once, [shards[i] for i in unknown]), strict=True):
+            places[i] = part, 0
             advance(1)
-    index = join([known[shard] for shard in shards])
+    runs: list[tuple[ShardIndex, int, int]] = []  # of neighbors in the same index
+    for index, number in filter(None, places):
+        if runs and runs[-1][0] is index and runs[-1][2] == number:
+            runs[-1] = (index, runs[-1][1], number + 1)
+        else:
+            runs.append((index, number, number + 1))
+    index = join([index.part(first, stop) for index, first, stop in runs])
     _warn_of_losses(index, name)
     if not len(index.offsets):
         raise ValueError(f"no images in the {len(shards)} shards of {name}; expected members such as 0001.jpg")
@@ -244,23 +284,21 @@ def _split(shard: str) -> tuple[str, str]:
     return folder + slash, base
 
 
-def _described(shards: Sequence[str]) -> dict[str, ShardIndex]:
-    """By shard, what the index that `patchmix shards` wrote next to it says."""
-    indices: dict[str, ShardIndex | None] = {}
-    found = {}
+def _described(shards: Sequence[str]) -> list[tuple[ShardIndex, int] | None]:
+    """For each shard the index that `patchmix shards` wrote next to it, and its place there."""
+    indices: dict[str, dict[str, tuple[ShardIndex, int]]] = {}
+    found: list[tuple[ShardIndex, int] | None] = []
     for shard in shards:
         folder, base = _split(shard)
         place = f"{folder}{base.removesuffix('.tar').rstrip('0123456789').rstrip('-_')}-index.safetensors"
         if place not in indices:
-            indices[place] = _written_index(place)
-        index = indices[place]
-        if index is None or base not in index.shards:
-            continue
-        part = index.one(index.shards.index(base))
-        if is_remote(shard) or Path(shard).stat().st_size == int(part.shard_bytes[0]):
-            found[shard] = part
-        else:
+            written = _written_index(place)
+            indices[place] = {name: (written, i) for i, name in enumerate(written.shards)} if written else {}
+        known = indices[place].get(base)
+        if known and not is_remote(shard) and Path(shard).stat().st_size != int(known[0].shard_bytes[known[1]]):
             _warn(f"{shard} is not the file that its index describes; it is scanned instead")
+            known = None
+        found.append(known)
     return found
 
 
@@ -301,8 +339,8 @@ def _warn_of_losses(index: ShardIndex, name: str) -> None:
         _warn(f"{index.shards[number]}: skipped {index.skipped[number]}; its other {left} samples are used")
     if len(damaged) > _NAMED:
         _warn(f"{len(damaged) - _NAMED} more shards of {name} have members that were skipped")
-    missing = int((index.labels < 0).sum())
-    if 0 < missing < len(index.labels):
+    if len(index.labels) and index.labels.min() < 0 <= index.labels.max():
+        missing = int((index.labels < 0).sum())
         _warn(f"{missing} of {len(index.labels)} samples of {name} have no label; it counts as unlabeled")
 
 

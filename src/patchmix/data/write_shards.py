@@ -122,14 +122,14 @@ def _alone(out: Path) -> Iterator[None]:
 def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bool) -> Written:
     _claim(out, job)
     order = _order(source, job.shuffle)
-    parts = [order[first : first + job.per_shard].tolist() for first in range(0, job.samples, job.per_shard)]
-    names = [f"{job.split}-{number:06d}.tar" for number in range(len(parts))]
+    names = [f"{job.split}-{number:06d}.tar" for number in range(-(-job.samples // job.per_shard))]
     left_out: list[str] = []
     with (
         ThreadPoolExecutor(workers) as pool,
         progress_bar(f"writing {source.name} to {out}", job.samples, progress) as advance,
     ):
-        for name, positions in zip(names, parts, strict=True):
+        for number, name in enumerate(names):
+            positions = order[number * job.per_shard : (number + 1) * job.per_shard].tolist()
             if not (out / name).exists():  # by an earlier call
                 with writing(out / name) as file, tarfile.open(fileobj=file, mode="w") as tar:
                     files = pool.map(partial(_image_file, source, job.quality), positions)
@@ -225,7 +225,7 @@ def _index(out: Path, names: list[str], source: Source, job: Job, left_out: list
             advance(1)
     index = join(parts)
     damaged = [f"{name} ({text})" for name, text in zip(index.shards, index.skipped, strict=True) if text]
-    numbers = np.array([int(name[:9]) for name in index.names.to_pylist()], np.int64)
+    numbers = np.array([int(index.name(i)[:9]) for i in range(len(index.offsets))], np.int64)
     missing = job.samples - len(np.unique(numbers))
     wrong = source.labels is not None and not np.array_equal(index.labels, source.labels[numbers])
     if damaged or wrong or missing < len(left_out):

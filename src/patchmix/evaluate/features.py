@@ -66,7 +66,8 @@ class Features:
 
     @staticmethod
     def of(source: Source, vectors: Tensor, indices: Tensor) -> "Features":
-        return Features(vectors, None if source.labels is None else torch.from_numpy(source.labels)[indices], indices)
+        labels = None if source.labels is None else torch.from_numpy(source.labels[indices.numpy()])
+        return Features(vectors, labels, indices)
 
 
 @dataclass
