@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from patchmix import distributed
-from patchmix.config import Config, ModelConfig, ViewsConfig
+from patchmix.config import Config, MethodConfig, ModelConfig, ViewsConfig
 from patchmix.data.contract import Source
 from patchmix.data.device_views import Crops, Prepare
 from patchmix.data.loader import Loader
@@ -126,18 +126,19 @@ def build_teacher(config: Config) -> Teacher:
 
 
 def build_weightless(
-    name: str, model: str, *, batch: int, image_size: int | None = None, local_crops: int = 0, local_size: int = 96
+    model: ModelConfig, named: MethodConfig[Any], *, batch: int, local_crops: int = 0, local_size: int = 96
 ) -> tuple[Method, list[Tensor]]:
-    """A method with its defaults and views for it, on a CPU that computes shapes only: what torch counts FLOPs on."""
+    """A method and views for it, on a CPU that computes shapes only: what FLOPs and bytes are counted on."""
     with torch.device("meta"):
-        encoder = build_encoder(ModelConfig(name=model, image_size=image_size), any_image_size=local_crops > 0)
-        method = METHODS[name](encoder)
+        model = replace(model, initialization="timm", positions="learned")
+        encoder = build_encoder(model, any_image_size=local_crops > 0)
+        method = METHODS[named.name](encoder, named.options)
         side, _ = encoder.patch_embed.img_size or (0, 0)
     mode, cpu = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
     method._apply(lambda tensor: FakeTensor(mode, tensor.data, cpu))  # type: ignore[no-untyped-call]
     with mode:
-        views = [torch.empty(batch, 3, side, side) for _ in range(2)]
-        views += [torch.empty(batch, 3, local_size, local_size) for _ in range(local_crops)]
+        sizes = [side] * 2 + [local_size] * local_crops
+        views = [torch.empty(batch, model.in_chans, size, size) for size in sizes]
     method.before_step(0.5)  # nothing is fixed any more
     return method.train(), views
 

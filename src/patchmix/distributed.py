@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,7 +26,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return _pretended or (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def is_main() -> bool:
@@ -121,6 +121,22 @@ def barrier() -> None:
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
+_all_reduce: Callable[[Tensor], object] = dist.all_reduce
+_pretended = 0  # processes
+
+
+@contextmanager
+def pretended(
+    world: int, gather: Callable[[Tensor, Tensor], object], reduce: Callable[[Tensor], object]
+) -> Iterator[None]:
+    """As in a group of `world` processes, with gather(out, x) and reduce(x) in place of torch's: to count bytes."""
+    global _pretended, _all_gather, _all_reduce
+    before = _pretended, _all_gather, _all_reduce
+    _pretended, _all_gather, _all_reduce = world, gather, reduce
+    try:
+        yield
+    finally:
+        _pretended, _all_gather, _all_reduce = before
 
 
 @torch.no_grad()
@@ -162,13 +178,13 @@ class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
         x = x.clone()
-        dist.all_reduce(x)
+        _all_reduce(x)
         return x
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
         grad = grads[0].clone()
-        dist.all_reduce(grad)
+        _all_reduce(grad)
         return grad
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from patchmix.methods.distill import Distill, Teacher
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import create_encoder
 from patchmix.recipes import start
-from patchmix.study.plan import batch_norm_bytes, traffic_of
+from patchmix.study.plan import traffic_of
 
 # Mixes and masks are drawn per process: where a method has them, they are switched off or fixed.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -74,31 +75,31 @@ def run(name: str, images: list[Tensor], world: int) -> dict[str, Any]:
     return {"losses": torch.stack(losses), "gradients": gradients, "buffers": dict(method.named_buffers())}
 
 
-def planned() -> Config:
-    small = {"dim": 24, "depth": 2, "heads": 2, "local_crops": 2, "local_size": 8, "mix_across": True}
-    return start(model="vit_tiny_patch4_16").replace(**SMALL | small)
+def planned(name: str) -> Config:
+    small = {"dim": 24, "depth": 2, "heads": 2, "local_crops": 2, "local_size": 8, "method": name}
+    own = {"patchmix": {"mix_across": True}, "swav": OPTIONS["swav"], "simclr": {"stem": "conv"}}
+    return start(model="vit_tiny_patch4_16").replace(**SMALL | small | own.get(name, {}))
 
 
-def count_bytes(rank: int) -> dict[str, int]:
-    """What a PatchMix step receives from the other process, and what both add up."""
-    config, counted = planned(), {"gathered": 0, "summed": 0}
+def count_bytes(name: str) -> dict[str, int]:
+    """What a step receives from the other process, and what both add up."""
+    config, counted = planned(name), {"keys": 0, "statistics": 0, "mixing": 0}
     method = build_method(config).train()
-    gather, reduce = distributed._all_gather, torch.distributed.all_reduce
+    gather, reduce = distributed._all_gather, distributed._all_reduce
 
     def counting_gather(out: Tensor, x: Tensor) -> None:
-        counted["gathered"] += out.nbytes - x.nbytes
+        counted["mixing" if x.ndim == 4 else "keys"] += out.nbytes - x.nbytes
         gather(out, x)
 
     def counting_reduce(x: Tensor) -> None:
-        counted["summed"] += x.nbytes
+        counted["statistics" if x.ndim == 1 else "keys"] += x.nbytes  # 2 (D − 1) / D is 1 for two
         reduce(x)
 
-    distributed._all_gather, torch.distributed.all_reduce = counting_gather, counting_reduce
-    try:
+    with distributed.pretended(2, counting_gather, counting_reduce):
         sizes = [16, 16, *[config.views.local_size] * config.views.local_crops]
+        method.before_step(0.5)
         method([torch.randn(4, 3, size, size) for size in sizes])["loss"].backward()
-    finally:
-        distributed._all_gather, torch.distributed.all_reduce = gather, reduce
+        method.after_step(0.5)
     return counted
 
 
@@ -106,7 +107,7 @@ def _worker(rank: int, world: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     results = {name: run(name, [x.chunk(world)[rank] for x in views()], world) for name in NAMES}
-    results["bytes"] = count_bytes(rank)
+    results["bytes"] = {name: count_bytes(name) for name in METHODS}
     if rank == 0:
         torch.save(results, out)
     torch.distributed.destroy_process_group()
@@ -137,8 +138,7 @@ def test_two_processes_equal_one_with_twice_the_batch(
         torch.testing.assert_close(both["buffers"][key], buffer, atol=2e-5, rtol=2e-5, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def test_the_plan_knows_the_bytes_between_processes(two: dict[str, Any]) -> None:
-    traffic = traffic_of(planned(), 4, 2, low=False)
-    assert traffic.keys and traffic.mixing
-    assert two["bytes"] == {"gathered": traffic.keys + traffic.mixing, "summed": batch_norm_bytes(planned())}
-    assert traffic.batch_norm == batch_norm_bytes(planned())  # 2 (D − 1) / D is 1 for two
+@pytest.mark.parametrize("name", METHODS)
+def test_the_plan_knows_the_bytes_between_processes(name: str, two: dict[str, Any]) -> None:
+    traffic = asdict(traffic_of(planned(name), 4, 2, low=False))
+    assert traffic.pop("gradients") and two["bytes"][name] == traffic

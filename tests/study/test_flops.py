@@ -10,6 +10,7 @@ from rich.console import Console
 from patchmix.build import METHODS as REGISTERED
 from patchmix.build import build_weightless
 from patchmix.cli import main
+from patchmix.config import MethodConfig, ModelConfig
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import create_encoder
 from patchmix.recipes import paper
@@ -225,7 +226,13 @@ def test_the_table_prints_the_paper_beside_ours() -> None:
 
 @pytest.mark.parametrize("method", ["patchmix", "dino", "swav", "sdmp"])
 def test_what_torch_counts_without_computing(method: str) -> None:
-    built, views = build_weightless(method, "vit_tiny_patch16_64", batch=2, local_crops=2, local_size=32)
+    built, views = build_weightless(
+        ModelConfig("vit_tiny_patch16_64"),
+        MethodConfig(method, METHOD_OPTIONS[method]()),
+        batch=2,
+        local_crops=2,
+        local_size=32,
+    )
     expected = method_flops(
         method, Sizes(64, 16, 192, 12), attention=True, class_token=True, local_crops=2, local_size=32
     )

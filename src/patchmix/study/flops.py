@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from patchmix.build import build_weightless
-from patchmix.config import Config
+from patchmix.config import Config, MethodConfig, ModelConfig
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import ConvStem, create_encoder
 from patchmix.progress import progress_bar
@@ -327,8 +327,9 @@ def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
 
 def _counted(row: FlopsRow, settings: Flops, advance: Callable[[int], None]) -> str:
     """What torch counts on tensors without values, in G; for iBOT with the masks that it happens to draw."""
-    options: dict[str, Any] = {"batch": settings.batch, "image_size": settings.image_size}
+    model = ModelConfig(name=row.model, image_size=settings.image_size)
+    named = MethodConfig(row.method, METHOD_OPTIONS[row.method]())
     crops = {"local_crops": row.local_crops, "local_size": row.local_size}
-    flops = sum(count_flops(*build_weightless(row.method, row.model, **options, **crops)))
+    flops = sum(count_flops(*build_weightless(model, named, batch=settings.batch, **crops)))
     advance(1)
     return f"{flops / 1e9:.1f}"

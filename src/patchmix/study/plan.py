@@ -1,8 +1,8 @@
 """`patchmix plan`: what a training would take on given hardware, before anything runs.
 
-Closed forms. FLOPs are exactly torch's count, memory in fp32 is within 10 % of a step's measured peak, gathered bytes
-are those of a run with two processes (tests). What concerns GPUs is reasoned from published peak numbers: nothing here
-was measured on one. n images per device, K keys over all devices, t tokens of width d.
+Closed forms. FLOPs are exactly torch's count, memory in fp32 is within 10 % of a step's measured peak, and bytes
+between processes are those of a run with two (tests). What concerns GPUs is reasoned from published peak numbers:
+nothing here was measured on one. n images per device, K keys over all devices, t tokens of width d.
 """
 
 import dataclasses
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from patchmix.build import METHODS, build_encoder
+from patchmix import distributed
+from patchmix.build import build_weightless
 from patchmix.config import Config, MethodConfig, ModelConfig, check_known
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.recipes import PAPER_ROWS
@@ -57,6 +59,7 @@ IMAGE_BYTES = {"imagenet": 108_000, "cifar10": 2_200, "cifar100": 2_200}  # Imag
 # decoding of a JPEG per byte of the file; two views at 32 and 224 px and ten at 224 and 96 px within a third.
 VIEW_SECONDS, PIXEL_SECONDS, BYTE_SECONDS = 6.0e-5, 1.2e-8, 2.1e-8
 HOST_COPY_GB_S = 10.0  # device to host memory, over PCIe 4 without pinned pages
+_COUNTED = 8  # images in the step whose traffic is counted
 USABLE = 0.9  # of the memory: the rest is for fragments, the CUDA context and NCCL
 
 
@@ -76,12 +79,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one device sends and receives in a step; None where no closed form is known."""
+    """Bytes that one device sends and receives in a step."""
 
     gradients: int
-    keys: int | None
-    batch_norm: int | None
-    mixing: int | None
+    keys: int  # and scores
+    statistics: int  # of batch norms, and centers
+    mixing: int
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,6 @@ def estimate(settings: Plan[Any]) -> Estimate:
     plain, recomputing = (memory(config, n, low=low, recompute=r, several=devices > 1) for r in (False, True))
     room = USABLE * device.memory_gb * 1e9
     traffic = traffic_of(config, n, devices, low=low)
-    sent = [x for x in asdict(traffic).values() if x]
     speed = device.link_gb_s if devices <= device.per_machine else device.network_gb_s
     step = batch * per_image / (devices * device.tflops * 1e12 * settings.utilization)
     state = _state_bytes(config)
@@ -173,7 +175,7 @@ def estimate(settings: Plan[Any]) -> Estimate:
         disk_gb=images * size / 1e9,
         read_mb_s=rate * size / 1e6,
         traffic=traffic,
-        traffic_share=sum(sent) / (speed * 1e9) / step if devices > 1 else None,
+        traffic_share=sum(asdict(traffic).values()) / (speed * 1e9) / step if devices > 1 else None,
         checkpoint_gb=state / 1e9,
         checkpoint_stall_s=state / 1e9 / HOST_COPY_GB_S,
     )
@@ -310,13 +312,12 @@ def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool 
 
 def _parameters(config: Config) -> tuple[int, int, int, int]:
     """Of the encoder, of the heads, of the heads' largest layer, and of the momentum copy."""
-    return _count(dataclasses.replace(config.model, initialization="timm", positions="learned"), config.method)
+    return _count(config.model, config.method)
 
 
 @functools.cache
 def _count(model: ModelConfig, named: MethodConfig[Any]) -> tuple[int, int, int, int]:
-    with torch.device("meta"):
-        method = METHODS[named.name](build_encoder(model), named.options)
+    method, _ = build_weightless(model, named, batch=1)
     encoder = sum(p.numel() for p in method.encoder.parameters())
     trained = {name: p.numel() for name, p in method.named_parameters() if not name.startswith("momentum_copy.")}
     heads = {name: count for name, count in trained.items() if not name.startswith("encoder.")}
@@ -350,33 +351,35 @@ def view_seconds(config: Config, file_bytes: float) -> float:
 
 
 def traffic_of(config: Config, n: int, devices: int, *, low: bool) -> Traffic:
-    """Of one device in one step. Gathering receives what the others have; a ring's sum sends and receives 2 (D − 1)/D
-    of its tensor.
+    """Of one device in one step of n images. Gathering receives what the others have; a ring's sum sends and receives
+    2 (D − 1)/D of its tensor.
     """
     encoder, head, _, _ = _parameters(config)
-    others, ring, number = devices - 1, 2 * (devices - 1) / devices, 2 if low else 4
-    gradients = int(ring * 4 * (encoder + head))
-    if config.method.name not in ("patchmix", "mocov3", "sdmp", "regioncl"):
-        return Traffic(gradients, None, None, None)
-    shape, options = sizes(config), config.method.options
-    steps = iteration(config.method.name, shape, asdict(options))
-    keys = steps.momentum_views * others * n * options.head_out * number
-    mixing = 0
-    if getattr(options, "mix_across", False):
-        pixels = 2 * shape.image_size**2 + config.views.local_crops * config.views.local_size**2
-        mixing = others * n * 3 * 4 * pixels
-    return Traffic(gradients, keys, int(ring * batch_norm_bytes(config)), mixing)
+    counted = _exchanged(config.model, config.method, config.views.local_crops, config.views.local_size, low)
+    others, ring = devices - 1, 2 * (devices - 1) / devices
+    by_image = {name: others * n * counted[name] // _COUNTED for name in ("keys", "mixing")}
+    return Traffic(int(ring * 4 * (encoder + head)), statistics=int(ring * counted["statistics"]), **by_image)
 
 
-def batch_norm_bytes(config: Config) -> int:
-    """Of the sums over processes that the heads' batch norms take in one step: two forward, two backward, fp32."""
-    options, shape = config.method.options, sizes(config)
-    steps = iteration(config.method.name, shape, asdict(options))
-    projector = 2 * options.head_hidden + options.head_out
-    predictor = options.head_hidden + options.head_out
-    batches = int(np.ceil(steps.online_views)) + (2 if config.views.local_crops else 0) + bool(steps.regions)
-    sums: int = 4 * batches * (projector + predictor) + 2 * steps.momentum_views * projector
-    return 4 * sums
+@functools.cache
+def _exchanged(model: ModelConfig, named: MethodConfig[Any], crops: int, side: int, low: bool) -> dict[str, int]:
+    """Bytes that one of two devices receives in a step, counted in the method's own calls; nothing is computed."""
+    counted = {"keys": 0, "statistics": 0, "mixing": 0}
+
+    def gather(out: Tensor, x: Tensor) -> None:
+        counted["mixing" if x.ndim == 4 else "keys"] += out.nbytes - x.nbytes
+
+    def reduce(x: Tensor) -> None:
+        counted["statistics" if x.ndim == 1 else "keys"] += x.nbytes
+
+    model = dataclasses.replace(model, depth=1, freeze_blocks=0)  # blocks exchange nothing
+    method, views = build_weightless(model, named, batch=_COUNTED, local_crops=crops, local_size=side)
+    with distributed.pretended(2, gather, reduce):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = method(views)["loss"]
+        loss.backward()
+        method.after_step(0.5)
+    return counted
 
 
 # ------------------------------------------------------------------------------------------------------------- table
