@@ -69,6 +69,8 @@ class Speed:
     peak_gb: float  # model, optimizer and activations
     loader_wait: float  # share of the time, with views from the loader
     compiling_seconds: float | None = None  # by which the first step took longer than the others
+    compiled_gain: Spread | None = None  # time of an eager step ÷ time of a compiled one
+    recompilations: int | None = None  # after the first two steps
 
 
 def bench(settings: Bench[Any]) -> Speed:
@@ -96,13 +98,21 @@ def measure_speed(config: Config, steps: int) -> Speed:
     before = 0 if device.type == "cuda" else resident_bytes()
     reset_peak(device)
     step = RepeatedStep(method, prepare(next(batches).to(device)), plan, config.optim.name)
-    with progress_bar("measuring", 2 * steps + 4, unit="steps") as advance:
+    with progress_bar("measuring", 2 * steps + 4 + plan.compile * (steps + 3), unit="steps") as advance:
         step.done = advance
         first = seconds(step, device)
         step()  # now with the optimizer's state besides the activations
         peak = peak_bytes(device) - before
         products = Gemm(device, plan.autocast or torch.float32)
-        times = in_turns({"step": lambda: seconds(step, device), "gemm": products.rate}, steps, warm_up=0)
+        measures = {"step": lambda: seconds(step, device), "gemm": products.rate}
+        graphs = _graphs() if plan.compile else 0
+        if plan.compile:
+            twin = build.build_method(config).to(device).train()
+            eager = RepeatedStep(twin, step.views, replace(plan, compile=False), config.optim.name)
+            eager.done = advance
+            eager()
+            measures["eager"] = lambda: seconds(eager, device)
+        times = in_turns(measures, steps, warm_up=int(plan.compile))
 
         waited, began = 0.0, time.perf_counter()
         for _ in range(steps):
@@ -132,7 +142,18 @@ def measure_speed(config: Config, steps: int) -> Speed:
         peak_gb=peak / 2**30,
         loader_wait=wait,
         compiling_seconds=max(0.0, first - spread.median) if plan.compile else None,
+        compiled_gain=Spread.of([e / t for e, t in zip(times["eager"], times["step"], strict=True)])
+        if plan.compile
+        else None,
+        recompilations=_graphs() - graphs if plan.compile else None,
     )
+
+
+def _graphs() -> int:
+    """How many were compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 def print_speed(speed: Speed, title: str) -> None:
@@ -144,7 +165,8 @@ def print_speed(speed: Speed, title: str) -> None:
     table.add_row("phases", ", ".join(f"{name} {100 * share:.1f} %" for name, share in speed.phases.items()))
     table.add_row("peak memory", f"{speed.peak_gb:.2f} GB")
     if speed.compiling_seconds is not None:
-        table.add_row("compiling", f"{speed.compiling_seconds:.0f} s, once")
+        table.add_row("compiling", f"{speed.compiling_seconds:.0f} s, then again {speed.recompilations} times")
+        table.add_row("eager ÷ compiled step", str(speed.compiled_gain))
     table.add_row("waiting for data", f"{100 * speed.loader_wait:.1f} % of the time")
     Console().print(table)
 
