@@ -121,14 +121,12 @@ def barrier() -> None:
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
-_all_reduce: Callable[[Tensor], object] = dist.all_reduce
+_all_reduce: Callable[..., object] = dist.all_reduce
 _pretended = 0  # processes
 
 
 @contextmanager
-def pretended(
-    world: int, gather: Callable[[Tensor, Tensor], object], reduce: Callable[[Tensor], object]
-) -> Iterator[None]:
+def pretended(world: int, gather: Callable[..., object], reduce: Callable[..., object]) -> Iterator[None]:
     """As in a group of `world` processes, with gather(out, x) and reduce(x) in place of torch's: to count bytes."""
     global _pretended, _all_gather, _all_reduce
     before = _pretended, _all_gather, _all_reduce

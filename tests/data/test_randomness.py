@@ -201,7 +201,7 @@ def test_ranks_are_disjoint_and_complete_also_when_their_number_changes(
     before: int, after: int, size: int, cut: int, grouped: bool
 ) -> None:
     batch = math.lcm(before, after)
-    source = Grouped([size * batch // 7] * 7 + [batch // 2] if grouped else [size * batch], 4)
+    source = Grouped([-(-size * batch // 7)] * 7 + [batch // 2] if grouped else [size * batch], 4)
     steps = len(source) // batch
     cut = min(cut, steps)
     seen: list[int] = []

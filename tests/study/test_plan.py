@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +17,39 @@ from patchmix.config import Config
 from patchmix.recipes import PAPER_ROWS, start
 from patchmix.settings import Plan
 from patchmix.study.bench import RepeatedStep
-from patchmix.study.flops import count_flops
-from patchmix.study.plan import HARDWARE, Memory, estimate, largest_batch, memory, sizes, step_flops
+from patchmix.study.flops import Sizes, config_flops, config_sizes, count_flops, encoder_flops
+from patchmix.study.plan import HARDWARE, Memory, estimate, largest_batch, memory
 
 T2, S16, SMALL = ("paper", "vit_tiny_patch2_32"), ("paper", "vit_small_patch16_224"), ("fast", "vit_tiny_patch8_32")
+
+
+def step_flops(config: Config, n: int) -> int:
+    """FLOPs of a PatchMix step of n images: the plan's, which leave out the similarities and count gradients of images,
+    which nobody computes."""
+    flops, shape, options = config_flops(config), config_sizes(config), config.method.options
+    assert flops is not None and config.method.name == "patchmix"
+    oto, mto, mtm = options.weights
+    plain, mixed, groups = _queries(config, n)
+    crops = config.views.local_crops
+    rows = plain * bool(oto) + mixed * (bool(mto) + bool(mtm)) + mixed * groups * bool(options.region_weight)
+    rows += crops * n * 2 * 2
+    whole, small = (_embedding(s) for s in (shape, dataclasses.replace(shape, image_size=config.views.local_size)))
+    images = (plain * bool(oto) + mixed) * whole + crops * 2 * n * small
+    exact = flops * n - images + 4 * rows * n * options.head_out
+    return int(exact)
+
+
+def _queries(config: Config, n: int) -> tuple[int, int, int]:
+    """Plain and mixed images among n that are queries, and the regions of a mixed one."""
+    options = config.method.options
+    shares = [max(2, round(share * n)) for share in (options.plain_share, options.mixed_share)]
+    return shares[0], shares[1], int(np.mean(options.num_mix))
+
+
+def _embedding(shape: Sizes) -> int:
+    """The layer that sees the image."""
+    one, two = (encoder_flops(dataclasses.replace(shape, in_chans=channels)) for channels in (1, 2))
+    return shape.in_chans * (two - one)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +68,7 @@ def measured_peak(config: Config, n: int) -> int:
     come and go.
     """
     method = build_method(config).train()
-    side = sizes(config).image_size
+    side = config_sizes(config).image_size
     plan = build_plan(config, steps_per_epoch=100, device=torch.device("cpu"))
     step = RepeatedStep(method, [torch.randn(n, 3, side, side) for _ in range(2)], plan)
     step()

@@ -71,6 +71,13 @@ def sizes_of(model: str, *, image_size: int | None = None, patch_size: int | Non
     return Sizes(int(height), int(patch), encoder.embed_dim, len(encoder.blocks), parameters=parameters)
 
 
+def config_sizes(config: Config) -> Sizes:
+    model = config.model
+    found = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
+    dim, depth = model.dim or found.dim, model.depth or found.depth
+    return replace(found, dim=dim, depth=depth, in_chans=model.in_chans, stem=model.stem)
+
+
 # ---------------------------------------------------------------------------------------------------- closed form
 
 
@@ -205,12 +212,10 @@ def config_flops(config: Config, *, class_token: bool = True) -> int | None:
     """FLOPs of a training step per image, with attention, on average over the training; None where no closed form is
     known.
     """
-    model, views, train = config.model, config.views, config.train
+    views, train = config.views, config.train
     dropout, points = Linear(*train.token_dropout, duration=1.0), [(i + 0.5) / 12 for i in range(12)]
     try:
-        sizes = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
-        sizes = replace(sizes, dim=model.dim or sizes.dim, depth=model.depth or sizes.depth)
-        sizes = replace(sizes, in_chans=model.in_chans, stem=model.stem)
+        sizes = config_sizes(config)
         stages = train.image_sizes or (sizes.image_size,)
         costs = [
             method_flops(

@@ -7,11 +7,11 @@ nothing here was measured on one. n images per device, K keys over all devices, 
 
 import dataclasses
 import functools
+import os
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +23,7 @@ from patchmix.config import Config, MethodConfig, ModelConfig, check_known
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.recipes import PAPER_ROWS
 from patchmix.settings import Plan
-from patchmix.study.flops import Sizes, config_flops, encoder_flops, iteration, sizes_of
+from patchmix.study.flops import config_flops, config_sizes, iteration
 
 
 @dataclass(frozen=True)
@@ -206,61 +206,11 @@ def this_machine(settings: Plan[Any]) -> Hardware:
     config = settings.run.replace(batch_size=min(16, settings.run.train.batch_size), accumulate=1, data="shapes:64")
     speed, flops = measure_speed(config, steps=1), config_flops(config)
     assert flops is not None
-    pages = re.search(r"MemTotal:\s+(\d+) kB", _read("/proc/meminfo"))
-    memory = int(pages[1]) * 1024 / 1e9 if pages else 16.0
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     if speed.device != "cpu":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
     rate = speed.images_per_second * flops / settings.utilization / 1e12  # what is measured is what is reached
     return Hardware(f"here ({speed.device})", rate, memory, 10, 1, 0, 8, "measured by a step on this machine")
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123
-            return file.read()
-    except OSError:
-        return ""
-
-
-# ------------------------------------------------------------------------------------------------------------- FLOPs
-
-
-def sizes(config: Config) -> Sizes:
-    model = config.model
-    found = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
-    dim, depth = model.dim or found.dim, model.depth or found.depth
-    return dataclasses.replace(found, dim=dim, depth=depth, in_chans=model.in_chans, stem=model.stem)
-
-
-def step_flops(config: Config, n: int) -> int:
-    """FLOPs of a PatchMix step of n images in one process, exactly as torch counts them.
-
-    `config_flops` leaves out the similarities, and counts gradients of images, which nobody computes.
-    """
-    flops, shape, options = config_flops(config), sizes(config), config.method.options
-    assert flops is not None and config.method.name == "patchmix"
-    oto, mto, mtm = options.weights
-    plain, mixed, groups = _queries(config, n)
-    crops = config.views.local_crops
-    rows = plain * bool(oto) + mixed * (bool(mto) + bool(mtm)) + mixed * groups * bool(options.region_weight)
-    rows += crops * n * 2 * 2
-    whole, small = (_embedding(s) for s in (shape, dataclasses.replace(shape, image_size=config.views.local_size)))
-    images = (plain * bool(oto) + mixed) * whole + crops * 2 * n * small
-    exact = flops * n - images + 4 * rows * n * options.head_out
-    return int(exact)
-
-
-def _queries(config: Config, n: int) -> tuple[int, int, int]:
-    """Plain and mixed images among n that are queries, and the regions of a mixed one."""
-    options = config.method.options
-    shares = [max(2, round(share * n)) for share in (options.plain_share, options.mixed_share)]
-    return shares[0], shares[1], int(np.mean(options.num_mix))
-
-
-def _embedding(shape: Sizes) -> int:
-    """The layer that sees the image."""
-    one, two = (encoder_flops(dataclasses.replace(shape, in_chans=channels)) for channels in (1, 2))
-    return shape.in_chans * (two - one)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -272,7 +222,7 @@ def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool 
     low: bf16 autocast; the stream of tokens between blocks, weights and moments stay fp32. several: gradients have
     buckets that stay, as in DistributedDataParallel.
     """
-    shape = sizes(config)
+    shape = config_sizes(config)
     encoder, head, largest, copy = _parameters(config)
     trained = encoder + head
     weights = 4 * (trained + copy) + (2 * (trained + copy) if low else 0)  # autocast keeps casts of the weights
@@ -345,7 +295,7 @@ def largest_batch(config: Config, room: float, **how: Any) -> int:
 
 def view_seconds(config: Config, file_bytes: float) -> float:
     """CPU seconds of one image: decoding, and its views."""
-    shape, views = sizes(config), config.views
+    shape, views = config_sizes(config), config.views
     pixels = 2 * shape.image_size**2 + views.local_crops * views.local_size**2
     return BYTE_SECONDS * file_bytes + VIEW_SECONDS * (2 + views.local_crops) + PIXEL_SECONDS * pixels
 
