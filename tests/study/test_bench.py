@@ -79,3 +79,4 @@ def test_the_time_of_compiling_is_reported_apart(capsys: pytest.CaptureFixture[s
     summary = json.loads(capsys.readouterr().out)
     assert summary["compiling_seconds"] > summary["step_seconds"]["high"]
     assert "keys" not in summary["phases"] and {"forward", "backward"} <= set(summary["phases"])
+    assert summary["recompilations"] == 0 and summary["compiled_gain"]["median"] > 0
