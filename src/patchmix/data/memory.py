@@ -76,7 +76,7 @@ def from_array(
 
 def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source:
     """Decode `source` once into shared memory; returned unchanged when its pixels need more than `cache_bytes`."""
-    if isinstance(source, InMemorySource) or cache_bytes < 3 * len(source):  # a pixel each
+    if isinstance(source, InMemorySource) or cache_bytes < 3 * len(source):  # the least that images have
         return source
     shapes = np.zeros((len(source), 4), np.int64)
     bad: dict[int, str] = {}
