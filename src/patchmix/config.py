@@ -159,7 +159,7 @@ class RuntimeConfig:
     keep_checkpoints: Count = 1  # Number of checkpoints to keep.
     timeout_minutes: Above0 = 10.0  # Longest wait for another process.
     recompute: bool = False  # Activation checkpointing: less memory, about a third more time.
-    compile: bool = False  # Use torch.compile: minutes of warm-up, then faster on most GPUs.
+    compile: bool = False  # Use torch.compile: minutes of warm-up, then faster steps.
     wandb: str | None = None  # Weights & Biases project to log to as well.
     mlflow: str | None = None  # MLflow experiment to log to as well.
     trackio: str | None = None  # Trackio project to log to as well.

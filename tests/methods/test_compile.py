@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import eager
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
 from patchmix.build import METHODS
 from patchmix.config import from_yaml, validate
@@ -19,6 +21,7 @@ from patchmix.nn.tokens import class_tokens
 from patchmix.nn.vit import create_encoder
 
 SMALL = {"head_hidden": 32, "head_out": 16}
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler: install g++")
 
 
 def make(name: str) -> Method:
@@ -43,13 +46,18 @@ def test_the_encoder_is_one_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("patchmix", "dino") else pytest.param(n, marks=pytest.mark.slow) for n in sorted(METHODS)]
+    ("name", "backend"),
+    [
+        *(pytest.param(n, eager, marks=[] if n in ("patchmix", "dino") else pytest.mark.slow) for n in sorted(METHODS)),
+        pytest.param("patchmix", "inductor", marks=[pytest.mark.slow, needs_compiler]),
+    ],
 )
-def test_a_compiled_method_computes_the_same(name: str) -> None:
+@inductor.patch(fallback_random=True)  # the same random numbers
+def test_a_compiled_method_computes_the_same(name: str, backend: Any) -> None:
     torch._dynamo.reset()
     counters.clear()
     plain, twin = make(name), make(name)
-    compiled, graphs = torch.compile(twin.forward, backend=eager, fullgraph=True), []
+    compiled, graphs = torch.compile(twin.forward, backend=backend, fullgraph=True), []
     for step in range(5):
         losses, gradients = [], []
         for method, forward in ((plain, plain.forward), (twin, compiled)):
@@ -63,13 +71,15 @@ def test_a_compiled_method_computes_the_same(name: str) -> None:
             losses.append(loss.item())
             gradients.append(torch.cat([p.grad.flatten() for p in method.parameters() if p.grad is not None]))
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+        # Inductor's are nearer to fp64's than eager ones; both are off by rounding, up to 4e-5 of the largest.
+        atol = 1e-6 if backend is eager else 1e-4 * gradients[0].abs().max().item()
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=atol)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[2] <= 3  # nothing is compiled again after the first steps
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler: install g++")
+@needs_compiler
 def test_a_compiled_run(tmp_path: Path) -> None:
     from patchmix import pretrain
 
