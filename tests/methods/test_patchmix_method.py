@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patchmix.config import validate
 from patchmix.methods.options import PatchMixOptions
-from patchmix.methods.patchmix import PatchMixMethod
+from patchmix.methods.patchmix import PatchMixMethod, spread
 from patchmix.mixing import Mix, overlap
 from patchmix.mixing.patchmix import owners, share
 from patchmix.nn.vit import create_encoder
@@ -101,18 +101,27 @@ def test_a_share_of_the_batch_makes_queries_and_all_of_it_keys() -> None:
     out = method([x1, x2])
     method.generator.manual_seed(7)
     mix1, mix2 = method.mix(x1), method.mix(x2).images
-    (h2, h_mix1, _, _), (_, _, z1, z2) = projections(method, x2[:3], mix1.images[:4], x1, x2)
+    plain, mixed = [0, 2, 4], [0, 1, 3, 4]  # evenly spread
+    (h2, h_mix1, _, _), (_, _, z1, z2) = projections(method, x2[plain], mix1.images[mixed], x1, x2)
     z_mix2 = projections(method, mix2)[1][0]
     targets = {
-        "oto": (h2, z1, torch.eye(6)[:3]),
-        "mto": (h_mix1, z2, share(6, 2)[:4]),
-        "mtm": (h_mix1, z_mix2, overlap(share(6, 2), share(6, 2))[:4]),
+        "oto": (h2, z1, torch.eye(6)[plain]),
+        "mto": (h_mix1, z2, share(6, 2)[mixed]),
+        "mtm": (h_mix1, z_mix2, overlap(share(6, 2), share(6, 2))[mixed]),
     }
     for name, (h, z, target) in targets.items():
         assert out[name].item() == pytest.approx(oracle.soft(h, z, target, 0.2), rel=1e-4), name
-    _, h_region = method.region_queries(mix1.images[:4], mix1.groups)  # type: ignore[arg-type]
-    target = torch.cat([torch.eye(6)[:4], torch.eye(6).roll(1, dims=1)[:4]])
+    _, h_region = method.region_queries(mix1.images[mixed], mix1.groups)  # type: ignore[arg-type]
+    target = torch.cat([torch.eye(6)[mixed], torch.eye(6).roll(1, dims=1)[mixed]])
     assert out["region"].item() == pytest.approx(oracle.soft(h_region.detach(), z2, target, 0.2), rel=1e-4)
+
+
+@pytest.mark.parametrize("share_of_batch", [0.25, 0.3, 0.5, 0.9, 1.0])
+def test_any_number_of_processes_chooses_the_same_images(share_of_batch: float) -> None:
+    def chosen(n: int) -> list[int]:
+        return torch.arange(n)[spread(share_of_batch, n, torch.device("cpu"))].tolist()
+
+    assert chosen(20) + [20 + i for i in chosen(20)] == chosen(40)
 
 
 def test_num_mix_blocks_and_weights_change_over_the_training() -> None:

@@ -103,7 +103,9 @@ class PatchMixMethod(Method):
         (x, z), (mixed, z_origin), (other, z_mix) = plain, mix1, mix2
         oto, mto, mtm = self.options.weights
         region = self.options.region_weight
-        x, images = _first(self.options.plain_share, x), _first(self.options.mixed_share, mixed.images)
+        plain_rows = spread(self.options.plain_share, len(x), x.device)
+        mixed_rows = spread(self.options.mixed_share, len(x), x.device)
+        x, images = x[plain_rows], mixed.images[mixed_rows]
         batches = x if oto else None, images if (mto or mtm) and not region else None
         projected = project(batches, self.encoder, self.projector)
         h, h_mix = (self.predictor(z) if len(z) else z for z in projected)  # line 8
@@ -119,14 +121,14 @@ class PatchMixMethod(Method):
         if self.options.normalize_mix_to_mix:
             y_mtm = y_mtm / y_mtm.sum(dim=1, keepdim=True)
         if oto:  # line 10
-            terms.add("oto", oto, (h, z), target=y_oto[: len(x)])  # Eq. 15
+            terms.add("oto", oto, (h, z), target=y_oto[plain_rows])  # Eq. 15
         if mto:
-            terms.add("mto", mto * self.ramp, (h_mix, z_origin), target=self.targets(y_mto)[: len(images)])  # Eq. 13
+            terms.add("mto", mto * self.ramp, (h_mix, z_origin), target=self.targets(y_mto)[mixed_rows])  # Eq. 13
         if mtm:
-            terms.add("mtm", mtm * self.ramp, (h_mix, z_mix), target=self.targets(y_mtm)[: len(images)])  # Eq. 14
+            terms.add("mtm", mtm * self.ramp, (h_mix, z_mix), target=self.targets(y_mtm)[mixed_rows])  # Eq. 14
         if region:
             groups = range(len(h_region) // len(images))  # group m comes from original u(i, m)
-            y_region = torch.cat([self.targets(same.roll(m, dims=1))[: len(images)] for m in groups])
+            y_region = torch.cat([self.targets(same.roll(m, dims=1))[mixed_rows] for m in groups])
             terms.add("region", region * self.ramp, (h_region, z_origin), target=y_region)
 
     def mixed(self, mix: Mix, x: Tensor) -> Mixed:
@@ -176,9 +178,10 @@ class PatchMixMethod(Method):
             super().after_step(progress)  # line 11
 
 
-def _first(share: float, batch: Tensor) -> Tensor:
-    """The first images of a batch; at least two, for batch norm."""
-    return batch[: max(2, round(share * len(batch)))]
+def spread(share: float, n: int, device: torch.device) -> Tensor | slice:
+    """Rows of a batch, evenly spread, so that any number of processes chooses the same images; two for batch norm."""
+    count = max(2, round(share * n))
+    return torch.arange(count, device=device) * n // count if count < n else slice(None)
 
 
 def _check(options: PatchMixOptions, encoder: VisionTransformer) -> None:
