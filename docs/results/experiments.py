@@ -27,6 +27,8 @@ ENCODER = "--model vit_tiny_patch8_32 --dim 128 --depth 4 --heads 4"
 WITHOUT = {  # `fast` with one change
     "fast": "",
     "mocov3": MOCO,
+    "half the learning rate": "--base-lr 2e-3",
+    "mocov3, half the learning rate": f"{MOCO} --base-lr 2e-3",
     "patch stem": "--stem patch",
     "AdamW": "--optim adamw --base-lr 2e-3",
     "without regions": "--region-weight 0",
