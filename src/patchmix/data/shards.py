@@ -157,10 +157,10 @@ def join(parts: Sequence[ShardIndex]) -> ShardIndex:
     """One index for all, in the order given."""
     if len(parts) == 1:
         return parts[0]
-    shifts = np.cumsum([0, *(len(part.names) for part in parts)]).tolist()
+    shifts = np.cumsum([0, *(len(part.names) for part in parts[:-1])]).tolist()
     return ShardIndex(
         shards=tuple(name for part in parts for name in part.shards),
-        name_ends=np.concatenate([part.name_ends + shift for part, shift in zip(parts, shifts, strict=False)]),
+        name_ends=np.concatenate([part.name_ends + shift for part, shift in zip(parts, shifts, strict=True)]),
         names=np.concatenate([part.names for part in parts]),
         classes=next((part.classes for part in parts if part.classes is not None), None),
         skipped=tuple(text for part in parts for text in part.skipped),
