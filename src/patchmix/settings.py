@@ -145,7 +145,7 @@ class Finetune(FewLabels):
     weight_decay: NonNegative = 0.05  # AdamW's weight decay.
     layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Layer-wise decay of the learning rate.
     drop_path: Share = 0.1  # Stochastic depth rate.
-    rand_augment: str = "rand-m9-mstd0.5-inc1"  # RandAugment policy in timm's notation.
+    rand_augment: str = "rand-m9-mstd0.5-inc1"  # RandAugment policy in timm's notation; for RGB and grayscale only.
     erasing: Probability = 0.25  # Probability of random erasing.
     mixup: NonNegative = 0.8  # Alpha of Mixup; 0 is off.
     cutmix: NonNegative = 1.0  # Alpha of CutMix; 0 is off.

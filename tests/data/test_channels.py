@@ -228,6 +228,8 @@ def test_train_resume_and_evaluate(kind: str, tmp_path: Path) -> None:
     assert again.load().digest() == backbone.digest() and again.load().mean == backbone.mean
     assert run.knn(str(data), k=(3,), device="cpu").images == 32
     assert run.linear(str(data), device="cpu", workers=0).images > 0
+    tuned = run.finetune(str(data), device="cpu", workers=0, epochs=1, batch_size=16)
+    assert tuned.images > 0 and tuned.settings["rand_augment"] is None and tuned.settings["crop"] == [0.08, 1.0]
     main(["embed", str(run.path), "--data", str(data), "--out", str(tmp_path / "e.parquet"), "--workers", "0"])
     vectors = np.stack(pq.read_table(tmp_path / "e.parquet")["vector"].to_numpy())
     files = sorted(data.rglob(f"*.{kind}"))
@@ -316,7 +318,7 @@ def test_mistakes_are_one_line(tmp_path: Path, trained_run: Path, capsys: pytest
         ),
         (lambda: patchmix.pretrain(data, tmp_path / "x", mean=(0.5, 0.5), **RUN), "mean has 2 values for 5 channels"),
         (lambda: patchmix.knn(trained_run, data=str(data), device="cpu"), "use an encoder with --in-chans 5"),
-        (lambda: five.finetune(str(data), device="cpu"), "finetune augments colors, but the encoder takes 5 channels"),
+        (lambda: patchmix.detect(five.path, data="coco", device="cpu"), "detect reads RGB images, but the encoder takes 5 channels"),
         (
             lambda: patchmix.pretrain(
                 data, tmp_path / "x", method="distill", teacher=str(trained_run), **_without_patchmix()

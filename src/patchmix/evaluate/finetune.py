@@ -30,7 +30,7 @@ from patchmix import distributed
 from patchmix.data.decode import Pixels, to_picture
 from patchmix.data.loader import Batch
 from patchmix.data.randomness import hash_words
-from patchmix.data.views import as_channels
+from patchmix.data.views import Transform, View, Views, as_channels
 from patchmix.evaluate.features import extract, usual_resize
 from patchmix.evaluate.labeled import Part
 from patchmix.evaluate.protocol import (
@@ -64,8 +64,6 @@ def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
     of the images is held out to test on. `backbone` takes the place of `settings.weights`.
     """
     with open_task(settings, backbone, needs_test=True, many_passes=True) as task:
-        if (in_chans := task.backbone.architecture.in_chans) not in (1, 3):
-            raise ValueError(f"finetune augments colors, but the encoder takes {in_chans} channels; use linear")
         tasks = [task]
         if wants_few_labels(settings):
             parts = [Part(task.data.train, positions) for positions in task.draws()]
@@ -86,6 +84,8 @@ def _train_and_test(settings: Finetune, task: Task) -> tuple[dict[str, float], i
         "image_size": shape.image_size,
         "resize": settings.resize or usual_resize(shape.image_size),
     }
+    if shape.in_chans not in (1, 3):
+        record["rand_augment"] = None  # its colors are for RGB
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = classifier(task.backbone, data.classes, drop_path=settings.drop_path)
@@ -106,7 +106,8 @@ def _train_and_test(settings: Finetune, task: Task) -> tuple[dict[str, float], i
             save_weights(method.encoder.state_dict(), folder / "model.safetensors", header)
             save_weights(method.ema.module.state_dict(), folder / "model_ema.safetensors", header)
     metrics = {name: value for name, value in last.items() if not name.endswith("_epoch")}
-    crop = "padded by 4" if shape.image_size <= _SMALL_IMAGE else list(CROP_AREA)
+    padded = shape.image_size <= _SMALL_IMAGE and record["rand_augment"] is not None
+    crop = "padded by 4" if padded else list(CROP_AREA)
     record |= {"optimizer": "AdamW", "crop": crop, "test": data.tested_on}
     return metrics, method.tested, record, details
 
@@ -174,6 +175,9 @@ def _train(method: FinetuneMethod, task: Task, record: dict[str, Any]) -> tuple[
     how: dict[str, Any] = {"image_size": size, "resize": record["resize"], "mean": mean, "std": std}
     how |= {"device": task.device, "workers": task.settings.workers}
     assert test is not None
+    augmentation: Transform = Views([View(size, CROP_AREA, jitter=0.0, gray=0.0, blur=0.0)], seed=seed)
+    if record["rand_augment"] is not None:
+        augmentation = TimmAugmentation(size, rand_augment=record["rand_augment"], mean=mean, seed=seed)
 
     def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
         images, labels = task.prepare(batch)
@@ -189,7 +193,7 @@ def _train(method: FinetuneMethod, task: Task, record: dict[str, Any]) -> tuple[
     return task.fit(
         "finetune",
         method,
-        TimmAugmentation(size, rand_augment=record["rand_augment"], mean=mean, seed=seed),
+        augmentation,
         record,
         prepare=prepare,
         evaluator=evaluator,
