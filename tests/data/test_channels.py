@@ -318,7 +318,10 @@ def test_mistakes_are_one_line(tmp_path: Path, trained_run: Path, capsys: pytest
         ),
         (lambda: patchmix.pretrain(data, tmp_path / "x", mean=(0.5, 0.5), **RUN), "mean has 2 values for 5 channels"),
         (lambda: patchmix.knn(trained_run, data=str(data), device="cpu"), "use an encoder with --in-chans 5"),
-        (lambda: patchmix.detect(five.path, data="coco", device="cpu"), "detect reads RGB images, but the encoder takes 5 channels"),
+        (
+            lambda: patchmix.detect(five.path, data="coco", device="cpu"),
+            "detect reads RGB images, but the encoder takes 5 channels",
+        ),
         (
             lambda: patchmix.pretrain(
                 data, tmp_path / "x", method="distill", teacher=str(trained_run), **_without_patchmix()
