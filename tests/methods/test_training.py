@@ -21,6 +21,7 @@ from patchmix.evaluate.monitor import collapse_warning, health
 from patchmix.evaluate.protocol import accuracy
 from patchmix.methods.options import SimCLROptions
 from patchmix.recipes import demo
+from patchmix.run import run_config
 from patchmix.train.log import RunLog, read_metrics
 from patchmix.train.loop import train
 from patchmix.train.optimizer import build_optimizer
@@ -139,6 +140,18 @@ def test_beats_the_random_encoder_on_textures(name: str, tmp_path: Path) -> None
 def test_beats_the_random_encoder_on_shapes(name: str, tmp_path: Path) -> None:
     config = configuration(name, **ON_SHAPES.get(name, {}), epochs=STEPS * 64 / 4000)
     beats_the_random_encoder(config, shapes_source("train", 4000), shapes_source("test", 1000), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_demo_in_bf16_is_as_good_as_in_fp32(tmp_path: Path) -> None:
+    knn = {}
+    for precision in ("fp32", "bf16"):
+        trained = run_config(demo().replace(precision=precision, monitor_every=0, device="cpu"), tmp_path / precision)
+        losses = [row["loss"] for row in read_metrics(trained.path / "metrics.jsonl") if "loss" in row]
+        assert np.isfinite(losses).all()
+        knn[precision] = 100 * trained.knn("shapes", device="cpu").top1
+    print(knn)
+    assert knn["bf16"] == pytest.approx(knn["fp32"], abs=2)
 
 
 def beats_the_random_encoder(config: Config, source: InMemorySource, unseen: InMemorySource, folder: Path) -> None:
