@@ -133,7 +133,17 @@ def test_fast_is_for_any_small_model_and_the_demo_is_fast(model: str) -> None:
     assert config.replace() == config and config.warmup == pytest.approx(0.1)
     assert (config.model.dim is None) == (model != "vit_tiny_patch8_32")  # other models have the sizes of their name
     build_method(config)
-    other = {"recipe", "data", "area", "jitter", "gray", "stem", "optim", "batch_size"}  # what the demo changes
+    other = {
+        "recipe",
+        "data",
+        "area",
+        "jitter",
+        "gray",
+        "stem",
+        "optim",
+        "base_lr",
+        "batch_size",
+    }  # what the demo changes
     other |= {"workers", "monitor_every", "monitor_bank", "monitor_queries"}
     assert set(changes(config, demo(model, epochs=5))) <= other
 

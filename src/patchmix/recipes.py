@@ -118,7 +118,7 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
                 head_out=128,
             ),
         ),
-        optim=OptimConfig("muon", base_lr=4e-3, warmup_epochs=epochs / 10, weight_decay=0.05, weight_decay_end=0.05),
+        optim=OptimConfig("muon", base_lr=2e-3, warmup_epochs=epochs / 10, weight_decay=0.05, weight_decay_end=0.05),
         train=TrainConfig(batch_size=128, epochs=epochs),
         runtime=RuntimeConfig(monitor_every=1.0),
     )
@@ -136,7 +136,7 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
         data=DataConfig("shapes"),
         views=dataclasses.replace(config.views, area=(0.4, 1.0), jitter=0.3, gray=0.0),
         model=dataclasses.replace(config.model, stem="patch"),
-        optim=dataclasses.replace(config.optim, name="adamw"),
+        optim=dataclasses.replace(config.optim, name="adamw", base_lr=4e-3),
         train=dataclasses.replace(config.train, batch_size=64),
         runtime=RuntimeConfig(workers=0, monitor_every=2.0, monitor_bank=4_000, monitor_queries=1_000),
     )
