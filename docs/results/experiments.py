@@ -4,8 +4,8 @@
 
 DATA is a folder with CIFAR-10 as train.parquet and test.parquet. Every training runs on one thread, is evaluated by kNN
 and becomes a line of runs.csv. Two of these, one with `--only fast` and one with `--only mocov3`, train pairs side by
-side on two cores, so that both have the same load beside them. Group `without` never sees the test images: it trains on the first 45,000 training
-images and is tested on the other 5,000.
+side on two cores, so that both have the same load beside them. Group `without` never sees the test images: it trains on
+the first 45,000 training images and is tested on the other 5,000.
 """
 
 import argparse
