@@ -103,7 +103,7 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
     return Config(
         recipe="fast",
         data=DataConfig("cifar10"),
-        views=ViewsConfig(area=(0.2, 1.0), blur=(0.0, 0.0), solarize=(0.0, 0.0)),
+        views=ViewsConfig(area=(0.4, 1.0), blur=(0.0, 0.0), solarize=(0.0, 0.0)),
         model=encoder,
         method=MethodConfig(
             "patchmix",
@@ -134,7 +134,7 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
         config,
         recipe="demo",
         data=DataConfig("shapes"),
-        views=dataclasses.replace(config.views, area=(0.4, 1.0), jitter=0.3, gray=0.0),
+        views=dataclasses.replace(config.views, jitter=0.3, gray=0.0),
         model=dataclasses.replace(config.model, stem="patch"),
         optim=dataclasses.replace(config.optim, name="adamw", base_lr=4e-3),
         train=dataclasses.replace(config.train, batch_size=64),
