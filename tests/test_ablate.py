@@ -22,9 +22,8 @@ from patchmix.config import Config
 from patchmix.evaluate.results import read_results
 from patchmix.methods.options import METHOD_OPTIONS, DINOOptions, PatchMixOptions, SimCLROptions
 from patchmix.methods.simclr import SimCLR
-from patchmix.report.ablation_table import AblationTable
+from patchmix.report.ablation_table import AblationTable, rows_of
 from patchmix.settings import Ablate
-from patchmix.study.ablation import rows_of
 from patchmix.train.watch import Interrupted, NonFiniteLoss
 
 SETTINGS: dict[str, Any] = {

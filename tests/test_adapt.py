@@ -18,7 +18,7 @@ import patchmix
 from patchmix.cli import main
 from patchmix.config import read_config
 from patchmix.data.sources import open_source
-from patchmix.evaluate.guard import FEWEST_KEPT, Guard, Neighbors, guard_verdict
+from patchmix.evaluate.monitor import FEWEST_KEPT, Guard, Neighbors, guard_verdict
 from patchmix.interop.backbone import fitted
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder

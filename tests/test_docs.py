@@ -41,7 +41,7 @@ from patchmix.data.sources import open_source
 from patchmix.evaluate import attentive, segment, sweep
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.options import METHOD_OPTIONS
-from patchmix.study.ablation import rows_of
+from patchmix.report.ablation_table import rows_of
 from tests.evaluate.detection.conftest import write_split
 from tests.evaluate.test_segment import write_scenes
 

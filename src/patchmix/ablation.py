@@ -20,10 +20,19 @@ from patchmix.evaluate.results import Result, known_result, read_results
 from patchmix.evaluate.sweep import usual_epochs
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.recipes import start
-from patchmix.report.ablation_table import AblationRun, AblationTable, print_table, write_table
+from patchmix.report.ablation_table import (
+    VARIED,
+    AblationRow,
+    AblationRun,
+    AblationTable,
+    choose_rows,
+    masked_weights,
+    print_table,
+    rows_of,
+    write_table,
+)
 from patchmix.run import Run, completed, run_config
 from patchmix.settings import Ablate
-from patchmix.study.ablation import VARIED, AblationRow, choose_rows, masked_weights, rows_of
 from patchmix.study.flops import config_flops
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import read_metrics

@@ -18,8 +18,7 @@ from patchmix.data.memory import check_decodable
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import View, Views
 from patchmix.device import autocast_dtype, check_compiler
-from patchmix.evaluate.guard import Neighbors
-from patchmix.evaluate.monitor import LIDAR_IMAGES, lidar_monitor, monitor
+from patchmix.evaluate.monitor import LIDAR_IMAGES, Neighbors, lidar_monitor, monitor
 from patchmix.interop.backbone import check_weights, fitted
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.byol import BYOL

@@ -21,10 +21,9 @@ from patchmix.data.python import name_of
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.device import resolve_device
 from patchmix.evaluate.finetune import finetune
-from patchmix.evaluate.guard import Guard, Neighbors, guard_verdict
 from patchmix.evaluate.knn import knn
 from patchmix.evaluate.linear import linear
-from patchmix.evaluate.monitor import collapse_warning
+from patchmix.evaluate.monitor import Guard, Neighbors, collapse_warning, guard_verdict
 from patchmix.evaluate.results import Result
 from patchmix.files import remove_unfinished, write_text
 from patchmix.interop.backbone import Architecture, Backbone

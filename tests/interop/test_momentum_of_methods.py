@@ -10,7 +10,7 @@ import torch
 from patchmix import build
 from patchmix.config import Config, to_dict, to_yaml
 from patchmix.interop.loading import load_backbone
-from patchmix.nn.momentum import MomentumCopy
+from patchmix.methods.method import MomentumCopy
 
 WITHOUT = ("simclr", "swav")
 SMALL = {

@@ -12,8 +12,8 @@ from torch import nn
 
 from patchmix.build import build_encoder, encoder_config
 from patchmix.config import Config
+from patchmix.methods.method import MomentumCopy
 from patchmix.nn.heads import BatchNorm, mlp_head
-from patchmix.nn.momentum import MomentumCopy
 from patchmix.nn.vit import (
     create_encoder,
     initialize_as_mocov3,

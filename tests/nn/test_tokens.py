@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from patchmix.nn import MomentumCopy
+from patchmix.methods.method import MomentumCopy
 from patchmix.nn.tokens import class_tokens, project, run_block
 from patchmix.nn.vit import create_encoder
 

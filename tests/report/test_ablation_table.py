@@ -19,12 +19,14 @@ from patchmix.report.ablation_table import (
     AblationRun,
     AblationTable,
     ablation_figure,
+    choose_rows,
     estimate,
+    masked_weights,
     print_table,
+    rows_of,
     write_table,
 )
 from patchmix.report.style import look
-from patchmix.study.ablation import choose_rows, masked_weights, rows_of
 
 METHODS = ("patchmix", "mocov3", "dino")
 # As the paper prints them: CIFAR-10 linear, kNN, CIFAR-100 linear, kNN.

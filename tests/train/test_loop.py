@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from patchmix.evaluate.monitor import collapse_warning
-from patchmix.methods.method import Method
-from patchmix.nn import MomentumCopy
+from patchmix.methods.method import Method, MomentumCopy
 from patchmix.nn.tokens import TokenDropout
 from patchmix.schedules import Cosine, Linear, WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint

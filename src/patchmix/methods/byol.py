@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from patchmix.methods.method import Method
+from patchmix.methods.method import Method, MomentumCopy
 from patchmix.methods.options import BYOLOptions
-from patchmix.nn import BatchNorm, MomentumCopy, project
+from patchmix.nn import BatchNorm, project
 from patchmix.schedules import Cosine
 
 

@@ -11,9 +11,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix.losses import entropy, swapped_prediction
-from patchmix.methods.method import Method
+from patchmix.methods.method import Center, Method, MomentumCopy
 from patchmix.methods.options import DINOOptions
-from patchmix.nn import Center, MomentumCopy, PrototypeHead, project
+from patchmix.nn import PrototypeHead, project
 from patchmix.schedules import Cosine, Linear
 
 

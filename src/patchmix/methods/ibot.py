@@ -12,9 +12,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix.losses import cross_entropy, entropy, swapped_prediction
-from patchmix.methods.method import Method
+from patchmix.methods.method import Center, Method, MomentumCopy
 from patchmix.methods.options import IBOTOptions
-from patchmix.nn import Center, MomentumCopy, PrototypeHead, all_tokens, patch_size_of, project
+from patchmix.nn import PrototypeHead, all_tokens, patch_size_of, project
 from patchmix.nn.heads import decayed
 from patchmix.schedules import Cosine, Linear
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from patchmix import distributed
 from patchmix.losses import Contrasts, pad_targets, smooth
-from patchmix.methods.method import Method
+from patchmix.methods.method import Method, MomentumCopy
 from patchmix.methods.options import PatchMixOptions
 from patchmix.mixing import Mix, Mixed, create_mix, overlap
-from patchmix.nn import MomentumCopy, is_plain, mlp_head, patch_size_of, project, region_tokens
+from patchmix.nn import is_plain, mlp_head, patch_size_of, project, region_tokens
 from patchmix.schedules import Cosine, Linear, stage
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from patchmix import distributed
 from patchmix.losses import Contrasts, mean_of_rows, pad_targets
-from patchmix.methods.method import Method
+from patchmix.methods.method import Method, MomentumCopy
 from patchmix.methods.options import RegionCLOptions
 from patchmix.mixing import RegionSwap, partners
-from patchmix.nn import MomentumCopy, all_tokens, mlp_head, patch_size_of, project
+from patchmix.nn import all_tokens, mlp_head, patch_size_of, project
 from patchmix.schedules import Cosine
 
 

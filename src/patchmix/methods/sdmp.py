@@ -11,10 +11,10 @@ from torch import Tensor
 
 from patchmix import distributed
 from patchmix.losses import Contrasts, pad_targets
-from patchmix.methods.method import Method
+from patchmix.methods.method import Method, MomentumCopy
 from patchmix.methods.options import SDMPOptions
 from patchmix.mixing import PAIR_MIXES, Mixed, OneOf, ResizeMix, overlap
-from patchmix.nn import MomentumCopy, mlp_head, project
+from patchmix.nn import mlp_head, project
 from patchmix.schedules import Cosine
 
 

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from patchmix.mixing.mixed import Mix, Mixed, overlap
 from patchmix.mixing.pairs import CutMix, Mixup, OneOf, Region, RegionSwap, ResizeMix, partners
-from patchmix.mixing.patchmix import PatchMix
+from patchmix.mixing.patchmix import Mix, Mixed, PatchMix, overlap
 
 __all__ = ["MIXES", "PAIR_MIXES", "CutMix", "Mix", "Mixed", "Mixup", "OneOf", "PatchMix", "Region", "RegionSwap"]
 __all__ += ["ResizeMix", "create_mix", "overlap", "partners"]

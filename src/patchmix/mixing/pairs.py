@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchmix.mixing.mixed import Mix, Mixed, check_images, check_patch_size
+from patchmix.mixing.patchmix import Mix, Mixed, check_images, check_patch_size
 
 
 class _BetaMix(Mix):

@@ -14,8 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from patchmix.config import Config
-from patchmix.evaluate.guard import guard_verdict
-from patchmix.evaluate.monitor import collapse_warning
+from patchmix.evaluate.monitor import collapse_warning, guard_verdict
 from patchmix.evaluate.results import PROTOCOL_NAMES, RAW_PIXELS, Result, protocol_name, read_results
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
