@@ -7,7 +7,6 @@ MoCo v3 is drawn, and printed as a table, from docs/results/runs.csv.
 from __future__ import annotations
 
 import csv
-import math
 import statistics
 import sys
 from collections import defaultdict
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from patchmix.evaluate.results import t_quantile
+from patchmix.report.ablation_table import over_seeds
 from patchmix.report.curves import show_curves
 from patchmix.report.figures import show_mix
 from patchmix.report.style import COLORS, style, write
@@ -44,12 +43,9 @@ def show_views() -> None:
             values = [knn[method][seed] for seed in seeds]
             axis.plot(values, [height + shift] * len(values), "o", color=color, markersize=4)
             axis.plot(statistics.mean(values), height + shift, "|", color=color, markersize=14)
-        gain = [knn["fast"][seed] - knn["mocov3"][seed] for seed in seeds]
-        half = (
-            t_quantile(len(seeds) - 1) * statistics.stdev(gain) / math.sqrt(len(seeds)) if len(seeds) > 1 else math.nan
-        )
+        gain = over_seeds([knn["fast"][seed] - knn["mocov3"][seed] for seed in seeds])
         means = " | ".join(f"{statistics.mean(knn[method][seed] for seed in seeds):.1f}" for method in METHODS)
-        print(f"| {views} | {means} | {statistics.mean(gain):+.1f} ± {half:.1f} |")
+        print(f"| {views} | {means} | {gain.mean:+.1f} ± {gain.high - gain.mean:.1f} |")
     axis.set_yticks(range(len(found)), list(reversed(found)))
     axis.set_ylim(-0.5, len(found) - 0.5)
     axis.set_xlabel("kNN of CIFAR-10's test images in %, after 5 minutes on one core")

@@ -25,7 +25,7 @@ COLUMNS = ("group", "name", "seed", "budget", "images", "seconds", "gflops_per_i
 MOCO = "--method mocov3 --momentum 0.99 --head-hidden 512 --head-out 128 --no-frozen-patch-embed"
 ENCODER = "--model vit_tiny_patch8_32 --dim 128 --depth 4 --heads 4"
 
-VIEWS = {  # from few assumptions about the images to many
+VIEWS = {  # in the order of what they tell
     "flips": "--area 1 1 --jitter 0 --gray 0",
     "all views": "",
     "crops and flips": "--jitter 0 --gray 0",
@@ -37,7 +37,7 @@ WITHOUT = {  # `fast` with one change
     "twice the learning rate": "--base-lr 4e-3",
     "mocov3, twice the learning rate": f"{MOCO} --base-lr 4e-3",
     "patch stem": "--stem patch",
-    "AdamW": "--optim adamw --base-lr 2e-3",
+    "AdamW": "--optim adamw",
     "without regions": "--region-weight 0",
     "without mix-to-origin": "--weights 1 0 0",
     "all plain queries": "--plain-share 1",

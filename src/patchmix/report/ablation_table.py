@@ -141,7 +141,7 @@ def masked_weights(weights: Sequence[float], terms: Sequence[str]) -> tuple[floa
     return tuple(weight if term in terms else 0.0 for term, weight in zip(TERMS, weights, strict=True))
 
 
-# -------------------------------------------------------------------------------------------------- the table
+# ----------------------------------------------------------------------------------------------------------- its runs
 
 
 @dataclass(frozen=True)
@@ -231,12 +231,14 @@ class AblationTable:
 
 def estimate(results: Sequence[Result]) -> Estimate | None:
     """One result: top-1 with Wilson's interval for its test images. Several: their mean with the t-interval."""
-    values = [result.top1 for result in results]
-    if not values:
-        return None
+    if len(results) > 1:
+        return over_seeds([result.top1 for result in results])
+    return Estimate(results[0].top1, *results[0].interval()) if results else None
+
+
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """The mean of two or more values with its t-interval."""
     mean = statistics.fmean(values)
-    if len(values) == 1:
-        return Estimate(mean, *results[0].interval())
     half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half)
 
