@@ -4,8 +4,8 @@
 
 DATA is a folder with CIFAR-10 as train.parquet and test.parquet. Every training runs on one thread, is evaluated by kNN
 and becomes a line of runs.csv. Two of these, one with `--only fast` and one with `--only mocov3`, train pairs side by
-side on two cores, so that both have the same load beside them. Group `without` never sees the test images: it trains on
-the first 45,000 training images and is tested on the other 5,000.
+side on two cores, so that both have the same load beside them. Groups `without`, `methods` and `mixes` never see the
+test images: their kNN is of each training image by all others.
 """
 
 import argparse
@@ -50,6 +50,25 @@ WITHOUT = {  # `fast` with one change
 }
 
 
+HEADS = "--head-hidden 512 --head-out 128"
+PROTOTYPES = "--head-hidden 512 --head-out 2048 --momentum 0.99"
+METHODS = {  # with `fast`'s views, encoder, optimizer and batch
+    "patchmix": "",
+    "mocov3": MOCO,
+    "simclr": f"--method simclr --temperature 0.5 {HEADS}",
+    "byol": f"--method byol --momentum 0.99 {HEADS}",
+    "swav": f"--method swav --prototypes 300 --queue-length 1024 --epsilon 0.03 {HEADS}",
+    "dino": f"--method dino {PROTOTYPES}",
+    "ibot": f"--method ibot {PROTOTYPES}",
+    "sdmp": f"--method sdmp --no-frozen-patch-embed {HEADS}",
+    "regioncl": f"--method regioncl {HEADS}",
+}
+MIXES = {  # in `fast` without regions, which only whole patches have
+    mix: f"--mix {mix} --region-weight 0"
+    for mix in ("patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap")
+}
+
+
 class Training(NamedTuple):
     """A line of runs.csv: the settings are flags of `patchmix pretrain` beside those of `flags`."""
 
@@ -58,7 +77,7 @@ class Training(NamedTuple):
     budget: str
     settings: str
     part: slice = slice(None)  # of the training images
-    tested_on: slice | None = None  # other training images instead of the test images
+    tested: bool = True  # with the test images; otherwise each training image by the others
 
 
 def rows(group: str) -> Iterator[Training]:
@@ -74,7 +93,11 @@ def rows(group: str) -> Iterator[Training]:
         yield Training("official", 0, "20min", f"--recipe official {ENCODER}")
     elif group == "without":
         for name, settings in WITHOUT.items():
-            yield Training(name, 0, "5min", settings, slice(45_000), slice(45_000, None))
+            yield Training(name, 0, "5min", settings, tested=False)
+    elif group in CHOICES:  # each with three learning rates
+        for lr in ("2e-3", "1e-3", "4e-3"):
+            for name, settings in CHOICES[group].items():
+                yield Training(f"lr {lr}, {name}", 0, "5min", f"{settings} --base-lr {lr}".strip(), tested=False)
     elif group == "small":  # few images, many epochs
         for images in (1_000, 5_000, 20_000):
             yield Training(f"fast, {images} images", 0, "10min", "", slice(images))
@@ -83,9 +106,11 @@ def rows(group: str) -> Iterator[Training]:
         yield Training("fast", 0, HOURS[group], "")
         yield Training("mocov3", 0, HOURS[group], MOCO)
     else:
-        raise SystemExit(f"group {group!r} is unknown; known: views, speed, without, small, {', '.join(HOURS)}")
+        known = ", ".join(("views", "speed", "without", *CHOICES, "small", *HOURS))
+        raise SystemExit(f"group {group!r} is unknown; known: {known}")
 
 
+CHOICES = {"methods": METHODS, "mixes": MIXES}
 HOURS = {"hour": "60min", "day": "8h"}
 
 
@@ -153,17 +178,15 @@ def cut(data: str, training: Training, out: Path) -> str:
     """DATA, or a folder with the part of it that a training takes."""
     import pyarrow.parquet as pq
 
-    part, tested_on = training.part, training.tested_on
-    if part == slice(None):
+    if training.tested and training.part == slice(None):
         return data
-    folder = out / f"data-{part.stop}-{'validation' if tested_on else 'test'}"
-    if not (folder / "test.parquet").exists():
+    folder = out / f"data-{training.part.stop or 'all'}-{'test' if training.tested else 'each-other'}"
+    if not (folder / "done").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        table = pq.read_table(Path(data) / "train.parquet")
-        tests = table if tested_on else pq.read_table(Path(data) / "test.parquet")
-        for name, rows, which in (("train", table, part), ("test", tests, tested_on or slice(None))):
-            start, stop, _ = which.indices(rows.num_rows)
-            pq.write_table(rows.slice(start, stop - start), folder / f"{name}.parquet")
+        pq.write_table(pq.read_table(Path(data) / "train.parquet")[training.part], folder / "train.parquet")
+        if training.tested:
+            pq.write_table(pq.read_table(Path(data) / "test.parquet"), folder / "test.parquet")
+        (folder / "done").touch()
     return str(folder)
 
 
