@@ -50,18 +50,18 @@ def _folder(path: Path, files: list[bytes], count: int) -> Source:
     path.mkdir()
     for number in range(count):
         (path / f"{number:05}.jpg").write_bytes(files[number % len(files)])
-    return open_source(path, cache_bytes=0, progress=False)
+    return open_source(path, cache_bytes=0)
 
 
 def _parquet(path: Path, files: list[bytes], count: int) -> Source:
     path.mkdir()
     images = [{"bytes": files[number % len(files)]} for number in range(count)]
     pq.write_table(pa.table({"image": images}), path / "train.parquet", row_group_size=250)
-    return open_source(path, cache_bytes=0, progress=False)
+    return open_source(path, cache_bytes=0)
 
 
 def _memory(path: Path, files: list[bytes], count: int) -> Source:
-    return in_memory(_folder(path, files, count), 1 << 30, progress=False)
+    return in_memory(_folder(path, files, count), 1 << 30)
 
 
 def tokens(rounds: int) -> list[Result]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import cv2
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from benchmarks import plain_views
 from benchmarks.pictures import jpeg, picture
 from benchmarks.result import Result, ratio
-from patchmix.data.decode import decode, decode_reduced, size_of
+from patchmix.data.decode import decode, read_reduced
 from patchmix.data.views import Views, two_views
 from patchmix.study.bench import in_turns, seconds
 
@@ -54,8 +55,7 @@ def files(what: str, height: int, width: int, count: int, rounds: int, at_least:
     def reduced() -> None:
         images = []
         for index, each in enumerate(data):
-            size = size_of(each, "")
-            images.append(decode_reduced(each, "", size, ours.reduction(*size, epoch=0, index=index)))
+            images.append(read_reduced(each, "", 3, partial(ours.reduction, epoch=0, index=index)))
         ours(images, epoch=0, indices=indices)
 
     times = in_turns(

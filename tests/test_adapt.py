@@ -38,7 +38,7 @@ SMALL_CONV = {k: v for k, v in SMALL.items() if k != "stem"}
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images without labels."""
     folder = tmp_path_factory.mktemp("photos")
-    source = open_source("shapes:64", progress=False)
+    source = open_source("shapes:64")
     for i in range(64):
         cv2.imwrite(str(folder / f"{i}.png"), source.load(i))
     return folder

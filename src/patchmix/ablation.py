@@ -60,9 +60,7 @@ def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
     with distributed.process_group(resolve_device(first.runtime.device)):
         console = console or Console(quiet=not distributed.is_main())
         labeled = open_test_data(settings.test_data, data, console, first.model.in_chans)
-        fingerprint = open_source(
-            data, "train", cache_bytes=0, progress=False, in_chans=first.model.in_chans
-        ).fingerprint()
+        fingerprint = open_source(data, "train", cache_bytes=0, in_chans=first.model.in_chans).fingerprint()
         for run, config in planned:
             check_found(Path(run.folder), config, fingerprint)
         distributed.barrier()

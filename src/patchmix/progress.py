@@ -24,9 +24,9 @@ def progress_bar(
 ) -> Iterator[Callable[[int], None]]:
     """A bar on stderr at a terminal, else one line if it takes long. Yields what to call with the number done.
 
-    total: None where it is not known in advance.
+    total: None where it is not known in advance. Of several processes only the first shows anything.
     """
-    if not wanted or is_quiet():
+    if not wanted or is_quiet() or os.environ.get("RANK", "0") != "0":
         yield lambda count: None
     elif sys.stderr.isatty():
         from rich.console import Console

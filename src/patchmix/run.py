@@ -237,7 +237,7 @@ def _measured(config: Config, source: Source) -> Config:
     missing = [name for name in ("mean", "std") if not getattr(config.views, name)]
     if not missing:
         return config
-    mean, std = mean_and_std(source, progress=distributed.is_main())
+    mean, std = mean_and_std(source)
     return config.replace(**{name: value for name, value in (("mean", mean), ("std", std)) if name in missing})
 
 

@@ -154,20 +154,20 @@ def _can_lzw(data: bytes) -> bool:
 def test_mean_and_std_are_those_of_all_pixels(tmp_path: Path) -> None:
     values = BANDS.astype(np.float64).reshape(-1, 5) / 65535
     for data in (BANDS, str(write(tmp_path, "npy"))):
-        mean, std = mean_and_std(open_source(name_of(data), cache_bytes=0, in_chans=5), progress=False)
+        mean, std = mean_and_std(open_source(name_of(data), cache_bytes=0, in_chans=5))
         assert mean == pytest.approx(values.mean(axis=0), rel=1e-5)
         assert std == pytest.approx(values.std(axis=0), rel=1e-5)
     wide = BANDS.astype(np.float32) * 3 - 500
-    mean, std = mean_and_std(open_source(name_of(wide), in_chans=5), progress=False)
+    mean, std = mean_and_std(open_source(name_of(wide), in_chans=5))
     flat = wide.astype(np.float64).reshape(-1, 5)
     assert mean == pytest.approx(flat.mean(axis=0), rel=1e-5) and std == pytest.approx(flat.std(axis=0), rel=1e-5)
     bytes_ = (BANDS[..., :3] >> 8).astype(np.uint8)
-    mean, _ = mean_and_std(open_source(name_of(bytes_)), progress=False)
+    mean, _ = mean_and_std(open_source(name_of(bytes_)))
     assert mean == pytest.approx(bytes_.reshape(-1, 3).mean(axis=0) / 255, rel=1e-5)
     flat_channel = BANDS.copy()
     flat_channel[..., 2] = 7
     with pytest.raises(ValueError, match=r"channel 2 of .* has the same value everywhere; remove it, or give --mean"):
-        mean_and_std(open_source(name_of(flat_channel), in_chans=5), progress=False)
+        mean_and_std(open_source(name_of(flat_channel), in_chans=5))
 
 
 # ------------------------------------------------------------------------------------------------------------ views

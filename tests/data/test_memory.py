@@ -30,7 +30,7 @@ def folder(tmp_path: Path, write_image: Write) -> Path:
 
 def test_holds_the_same_as_the_source(folder: Path) -> None:
     source = FolderSource(folder, name="x")
-    kept = in_memory(source, 1 << 20, progress=False)
+    kept = in_memory(source, 1 << 20)
     assert isinstance(kept, InMemorySource)
     assert len(kept) == 30
     assert kept.fingerprint() == source.fingerprint()
@@ -48,29 +48,29 @@ def test_threads_that_decode_never_end(folder: Path) -> None:
     """As one that has used OpenCV ends, it holds a lock that a worker forked at that moment would never get."""
     source = FolderSource(folder, name="x")
     before = set(threading.enumerate())
-    in_memory(source, 1 << 20, progress=False)
+    in_memory(source, 1 << 20)
     check_decodable(source, limit=1.0)
     decoding = {thread for thread in threading.enumerate() if thread.name.startswith("decode")}
     assert decoding and set(threading.enumerate()) - before <= decoding
-    in_memory(source, 1 << 20, progress=False)
+    in_memory(source, 1 << 20)
     assert all(thread.is_alive() for thread in decoding)
 
 
 def test_a_forked_process_has_threads_of_its_own(folder: Path) -> None:
     source = FolderSource(folder, name="x")
-    in_memory(source, 1 << 20, progress=False)
+    in_memory(source, 1 << 20)
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply_async(_bad_in_memory, (source,)).get(timeout=60) == [7, 11]
 
 
 def _bad_in_memory(source: FolderSource) -> list[int]:
-    kept = in_memory(source, 1 << 20, progress=False)
+    kept = in_memory(source, 1 << 20)
     assert isinstance(kept, InMemorySource)
     return list(kept.bad)
 
 
 def test_remembers_what_is_bad(folder: Path) -> None:
-    kept = in_memory(FolderSource(folder, name="x"), 1 << 20, progress=False)
+    kept = in_memory(FolderSource(folder, name="x"), 1 << 20)
     assert isinstance(kept, InMemorySource)
     assert list(kept.bad) == [7, 11]
     with pytest.raises(DecodeError, match=r"07\.png: not an image"):
@@ -83,8 +83,8 @@ def test_a_large_set_stays_where_it_is(folder: Path) -> None:
     source = FolderSource(folder, name="x")
     needed = sum(source.load(index).size for index in range(30) if index not in (7, 11))
     needed += 16 * 29 * 3  # 11.png counts: only its header is read
-    assert in_memory(source, needed - 1, progress=False) is source
-    assert in_memory(source, needed, progress=False) is not source
+    assert in_memory(source, needed - 1) is source
+    assert in_memory(source, needed) is not source
 
 
 def _sum_in_another_process(source: InMemorySource, answer: multiprocessing.SimpleQueue[int]) -> None:
@@ -109,7 +109,7 @@ class TestCheckDecodable:
     def test_names_count_share_and_files(self, folder: Path) -> None:
         for source in (
             FolderSource(folder, name="photos"),
-            in_memory(FolderSource(folder, name="photos"), 1 << 20, progress=False),
+            in_memory(FolderSource(folder, name="photos"), 1 << 20),
         ):
             with pytest.raises(
                 ValueError, match=r"2 of 30 images of photos \(6\.7%\).*more than 1%.*07\.png: not an image"

@@ -81,7 +81,7 @@ def forms(folder: Path) -> dict[str, Any]:
 
 
 def batches(data: Any, *, cache: int = 0, workers: int = 0, start: int = 0) -> list[torch.Tensor]:
-    source = open_source(name_of(data), cache_bytes=cache, progress=False)
+    source = open_source(name_of(data), cache_bytes=cache)
     loader = Loader(source, Views(two_views(16), seed=1), batch_size=8, seed=1, workers=workers)
     found = loader.batches(start)
     eight = itertools.islice(found, 8)
@@ -96,7 +96,7 @@ def test_same_batches_as_from_a_folder(form: str, folder: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(batches(data, cache=1 << 20), expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(batches(data, start=3)[:5], expected[3:], strict=True))  # a resume
-    source = open_source(name_of(data), cache_bytes=0, progress=False)
+    source = open_source(name_of(data), cache_bytes=0)
     labeled = form in ("array with labels", "data set", "tensor data set", "hugging face")
     assert (source.labels is not None) == labeled
     if labeled:
@@ -118,7 +118,7 @@ def test_the_real_hugging_face_library(folder: Path, tmp_path: Path) -> None:
     data = datasets.load_from_disk(tmp_path / "set")
     for form in (data, data.with_format("torch")):
         assert all(torch.equal(a, b) for a, b in zip(batches(form, workers=2), batches(folder), strict=True))
-    source = open_source(name_of(data), cache_bytes=0, progress=False)
+    source = open_source(name_of(data), cache_bytes=0)
     assert source.labels is not None and np.array_equal(source.labels, LABELS) and source.classes == ("a", "b", "c")
     assert name_of(data) == name_of(datasets.load_from_disk(tmp_path / "set")) != name_of(data.select(range(9)))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from patchmix.data.decode import DecodeError, Reduced, decode, decode_reduced, size_of
+from patchmix.data.decode import DecodeError, Reduced, decode, read_reduced
 from patchmix.data.loader import Loader
 from patchmix.data.sources import open_source
 from patchmix.data.views import View, Views, two_views
@@ -45,7 +45,7 @@ def test_a_reduced_image_is_the_image_made_smaller(reduction: int, encode: objec
     # A turned image begins with what was a last, incomplete block: less than a reduced pixel, not compared here.
     data = encode(picture(0, 504, 760) if encode is turned else picture(0, 501, 763))  # type: ignore[operator]
     whole = decode(data, "a")
-    reduced = decode_reduced(data, "a", size_of(data, "a"), reduction)
+    reduced = read_reduced(data, "a", 3, lambda height, width: reduction)
     assert isinstance(reduced, Reduced)
     assert (reduced.height, reduced.width) == whole.shape[:2]
     assert reduced.pixels.shape[:2] == (-(-whole.shape[0] // reduction), -(-whole.shape[1] // reduction))
@@ -59,9 +59,9 @@ def test_other_formats_are_decoded_whole_and_damage_is_reported() -> None:
     image = picture(1, 200, 300)
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG")
-    assert np.array_equal(decode_reduced(file.getvalue(), "a", (200, 300), 4), image)  # type: ignore[arg-type]
+    assert np.array_equal(read_reduced(file.getvalue(), "a", 3, lambda height, width: 4), image)  # type: ignore[arg-type]
     with pytest.raises(DecodeError, match=r"^a: "):
-        decode_reduced(jpeg(image)[:2000], "a", (200, 300), 2)
+        read_reduced(jpeg(image)[:2000], "a", 3, lambda height, width: 2)
 
 
 def test_the_scale_is_fine_enough_for_every_view() -> None:

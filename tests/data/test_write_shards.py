@@ -53,7 +53,7 @@ def assert_same(original: Source, shards: Source) -> None:
 
 
 def test_a_round_trip_keeps_bytes_labels_and_splits(folder: Path, tmp_path: Path) -> None:
-    train, test = write_shards(Shards(folder, tmp_path / "out", per_shard=5), progress=False)
+    train, test = write_shards(Shards(folder, tmp_path / "out", per_shard=5))
     assert (train.shards, train.samples, test.samples) == (4, 18, 5)
     original = open_source(folder, cache_bytes=0)
     shards = open_source(tmp_path / "out", cache_bytes=0)
@@ -71,13 +71,13 @@ def test_a_round_trip_keeps_bytes_labels_and_splits(folder: Path, tmp_path: Path
 
 def test_parquet_shards_and_generated_images(tmp_path: Path) -> None:
     write_parquet(tmp_path / "p" / "train.parquet", names=["x", "y", "z"])
-    write_shards(Shards(tmp_path / "p", tmp_path / "one", per_shard=4), progress=False)
+    write_shards(Shards(tmp_path / "p", tmp_path / "one", per_shard=4))
     assert_same(open_source(tmp_path / "p"), open_source(tmp_path / "one"))
-    write_shards(Shards(tmp_path / "one", tmp_path / "two", per_shard=9), progress=False)
+    write_shards(Shards(tmp_path / "one", tmp_path / "two", per_shard=9))
     first, second = open_source(tmp_path / "one"), open_source(tmp_path / "two")
     for i, place in by_number(second).items():
         np.testing.assert_array_equal(first.load(i), second.load(place))
-    write_shards(Shards("shapes:20", tmp_path / "three", split="train", per_shard=7, shuffle=False), progress=False)
+    write_shards(Shards("shapes:20", tmp_path / "three", split="train", per_shard=7, shuffle=False))
     assert_same(open_source("shapes:20"), open_source(tmp_path / "three"))
     assert by_number(open_source(tmp_path / "three")) == {i: i for i in range(20)}
     assert not has_split(tmp_path / "three", "test")
@@ -93,7 +93,7 @@ def test_real_photos(shared: Path, tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(file.read())
     (tmp_path / "clothing" / "val").rename(tmp_path / "clothing" / "train")
-    (done,) = write_shards(Shards(tmp_path / "clothing", tmp_path / "out", shard_size="400KB"), progress=False)
+    (done,) = write_shards(Shards(tmp_path / "clothing", tmp_path / "out", shard_size="400KB"))
     assert done.samples == len(chosen) > 300
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.tar")]
     assert len(sizes) >= 4
@@ -114,7 +114,7 @@ def test_a_call_that_was_interrupted_does_the_rest(
 
     monkeypatch.setattr(module, "_add_sample", failing)
     with pytest.raises(KeyboardInterrupt):
-        write_shards(Shards(folder, tmp_path / "out", per_shard=5, workers=1), progress=False)
+        write_shards(Shards(folder, tmp_path / "out", per_shard=5, workers=1))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "train-000000.tar",
         "train-000001.tar",
@@ -123,9 +123,9 @@ def test_a_call_that_was_interrupted_does_the_rest(
     kept = (tmp_path / "out" / "train-000000.tar").stat().st_mtime_ns
     (tmp_path / "out" / ".train-000002.tar.1.unfinished").write_bytes(b"killed while writing")
     monkeypatch.setattr(module, "_add_sample", real)
-    write_shards(Shards(folder, tmp_path / "out", per_shard=5, workers=1), progress=False)
+    write_shards(Shards(folder, tmp_path / "out", per_shard=5, workers=1))
     assert (tmp_path / "out" / "train-000000.tar").stat().st_mtime_ns == kept
-    write_shards(Shards(folder, tmp_path / "again", per_shard=5, workers=3), progress=False)
+    write_shards(Shards(folder, tmp_path / "again", per_shard=5, workers=3))
     for path in (tmp_path / "again").iterdir():
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
     assert len(list((tmp_path / "out").iterdir())) == len(list((tmp_path / "again").iterdir()))
@@ -133,15 +133,15 @@ def test_a_call_that_was_interrupted_does_the_rest(
 
 def test_another_job_or_a_used_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    write_shards(Shards(folder, out, split="train", per_shard=5), progress=False)
-    write_shards(Shards(folder, out, split="train", per_shard=5), progress=False)  # the same again is fine
-    write_shards(Shards(folder, out, split="test", per_shard=5), progress=False)  # so is the other split
+    write_shards(Shards(folder, out, split="train", per_shard=5))
+    write_shards(Shards(folder, out, split="train", per_shard=5))  # the same again is fine
+    write_shards(Shards(folder, out, split="test", per_shard=5))  # so is the other split
     with pytest.raises(ValueError, match=r"holds 'train-000000\.tar', which belongs to another job"):
-        write_shards(Shards(folder, out, split="train", per_shard=6), progress=False)
+        write_shards(Shards(folder, out, split="train", per_shard=6))
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds 'thesis\.txt'"):
-        write_shards(Shards(folder, tmp_path / "used"), progress=False)
+        write_shards(Shards(folder, tmp_path / "used"))
 
 
 def test_a_second_call_at_the_same_time_is_refused(
@@ -154,32 +154,32 @@ def test_a_second_call_at_the_same_time_is_refused(
         if not refused:
             refused.append(True)
             with pytest.raises(ValueError, match=r"another call writes to .*wait for it, or give another --out"):
-                write_shards(Shards(folder, out, split="train", per_shard=5), progress=False)
+                write_shards(Shards(folder, out, split="train", per_shard=5))
         real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "_add_sample", interrupted)
-    assert write_shards(Shards(folder, out, split="train", per_shard=5, workers=1), progress=False)[0].samples == 18
+    assert write_shards(Shards(folder, out, split="train", per_shard=5, workers=1))[0].samples == 18
     assert refused
 
 
 def test_what_cannot_be_read_is_left_out_and_named(folder: Path, tmp_path: Path) -> None:
     (folder / "train" / "a" / "0.png").write_bytes(b"no image")
-    done = write_shards(Shards(folder, tmp_path / "out", split="train", per_shard=5), progress=False)[0]
+    done = write_shards(Shards(folder, tmp_path / "out", split="train", per_shard=5))[0]
     assert done.samples == 17
     assert [text.split(":")[0] for text in done.left_out] == ["a/0.png"]
     assert len(open_source(tmp_path / "out")) == 17
 
 
 def test_damage_is_found_at_the_end(folder: Path, tmp_path: Path) -> None:
-    write_shards(Shards(folder, tmp_path / "out", split="train", per_shard=5), progress=False)
+    write_shards(Shards(folder, tmp_path / "out", split="train", per_shard=5))
     shard = tmp_path / "out" / "train-000001.tar"
     shard.write_bytes(shard.read_bytes()[:2000])
     with pytest.raises(ValueError, match=r"do not hold what was written \(train-000001\.tar"):
-        write_shards(Shards(folder, tmp_path / "out", split="train", per_shard=5), progress=False)
+        write_shards(Shards(folder, tmp_path / "out", split="train", per_shard=5))
 
 
 def test_quality_makes_jpegs(folder: Path, tmp_path: Path) -> None:
-    write_shards(Shards(folder, tmp_path / "out", split="train", quality=95), progress=False)
+    write_shards(Shards(folder, tmp_path / "out", split="train", quality=95))
     shards = open_source(tmp_path / "out", cache_bytes=0)
     assert all(shards.encoded(i)[:2] == b"\xff\xd8" for i in range(18))  # type: ignore[attr-defined]
 
@@ -205,14 +205,14 @@ def test_sizes_have_units() -> None:
 
 
 def test_a_moved_set_can_go_on(folder: Path, tmp_path: Path) -> None:
-    write_shards(Shards(folder, tmp_path / "out", split="train", per_shard=5), progress=False)
+    write_shards(Shards(folder, tmp_path / "out", split="train", per_shard=5))
     shutil.move(folder, tmp_path / "elsewhere")
-    assert write_shards(Shards(tmp_path / "elsewhere", tmp_path / "out", split="train", per_shard=5), progress=False)
+    assert write_shards(Shards(tmp_path / "elsewhere", tmp_path / "out", split="train", per_shard=5))
 
 
 def test_a_first_look_reads_from_few_groups(tmp_path: Path) -> None:
     """Weighing or checking a set in many shards must not fetch all of them."""
-    write_shards(Shards("shapes:200", tmp_path / "out", split="train", per_shard=2), progress=False)
+    write_shards(Shards("shapes:200", tmp_path / "out", split="train", per_shard=2))
     source = open_source(tmp_path / "out", cache_bytes=0)
     looked_at: set[int] = set()
     real = source.encoded  # type: ignore[attr-defined]

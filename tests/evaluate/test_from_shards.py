@@ -30,7 +30,7 @@ def labeled(tmp_path: Path) -> Path:
 
 
 def test_knn_from_shards_equals_knn_from_the_files(labeled: Path, tmp_path: Path, backbone: Backbone) -> None:
-    write_shards(Shards(str(labeled), tmp_path / "shards", per_shard=16), progress=False)
+    write_shards(Shards(str(labeled), tmp_path / "shards", per_shard=16))
     files = knn(Knn("", str(labeled), k=(1, 5), device="cpu"), backbone)
     shards = knn(Knn("", str(tmp_path / "shards"), k=(1, 5), device="cpu"), backbone)
     assert files.metrics == shards.metrics
@@ -38,7 +38,7 @@ def test_knn_from_shards_equals_knn_from_the_files(labeled: Path, tmp_path: Path
 
 
 def test_features_follow_the_images(labeled: Path, tmp_path: Path, backbone: Backbone) -> None:
-    write_shards(Shards(str(labeled), tmp_path / "shards", split="train", per_shard=16), progress=False)
+    write_shards(Shards(str(labeled), tmp_path / "shards", split="train", per_shard=16))
     original, shards = open_source(labeled, cache_bytes=0), open_source(tmp_path / "shards", cache_bytes=0)
     options = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "device": torch.device("cpu")}
     a, b = (extract(backbone.encoder(), source, **options) for source in (original, shards))  # type: ignore[arg-type]

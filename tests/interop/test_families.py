@@ -63,7 +63,7 @@ def test_pretrain_evaluate_draw_and_export(name: str, tmp_path: Path) -> None:
     assert 0 <= result.metrics["top1"] <= 1
 
     backbone = run.load()
-    source = open_source("shapes:64", progress=False)
+    source = open_source("shapes:64")
     encoder, images = encoder_and_images(backbone, source, [0, 1], size=None, device="cpu")
     with torch.no_grad():
         features = encoder(images)

@@ -1,11 +1,12 @@
 """The interface of a source of images."""
 
+from abc import ABC, abstractmethod
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from patchmix.data.decode import Pixels
+from patchmix.data.decode import Pixels, read_image
 
 Split = Literal["train", "test"]
 Labels = npt.NDArray[np.int64]
@@ -43,6 +44,22 @@ class Source(Protocol):
         """Hex digits that identify the contents; independent of where they are stored."""
 
 
+class EncodedSource(ABC):
+    """A source that still has its images as files."""
+
+    channels = 3  # to read; 3 is RGB
+
+    @abstractmethod
+    def key(self, index: int) -> str: ...
+
+    @abstractmethod
+    def encoded(self, index: int) -> bytes:
+        """The image file's bytes, as they are. Raises DecodeError."""
+
+    def load(self, index: int) -> Pixels:
+        return read_image(self.encoded(index), self.key(index), self.channels)
+
+
 class Groups(NamedTuple):
     """Contiguous runs of samples that are cheap to read together: shards, or row groups of parquet."""
 
@@ -57,23 +74,8 @@ class Groups(NamedTuple):
         """The group of a sample."""
         return int(np.searchsorted(self.starts, index, side="right")) - 1
 
-    def around(self, index: int, length: int) -> tuple[int, int]:
-        """Where the group of a sample begins and ends."""
-        start, stop = self.bounds(length)[self.of(index) :][:2].tolist()
-        return start, stop
-
 
 def groups_of(source: Source) -> Groups | None:
     """What a source says in its optional attribute `groups`; None where every sample costs the same."""
     groups: Groups | None = getattr(source, "groups", None)
     return groups
-
-
-@runtime_checkable
-class Encoded(Protocol):
-    """A source that still has its images as files."""
-
-    channels: int  # to read; 3 is RGB
-
-    def encoded(self, index: int) -> bytes:
-        """The image file's bytes, as they are. Raises DecodeError."""

@@ -9,7 +9,8 @@ import io
 import logging
 import struct
 import warnings
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import cv2
@@ -28,7 +29,12 @@ _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _SPECIAL_CHUNKS = (b"tRNS", b"eXIf", b"acTL")  # of PNG: a transparent color, orientation, animation
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is said once, by DecodeError
 
-_REDUCED_FLAGS = {2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4, 8: cv2.IMREAD_REDUCED_COLOR_8}
+_FLAGS = {
+    1: cv2.IMREAD_COLOR,
+    2: cv2.IMREAD_REDUCED_COLOR_2,
+    4: cv2.IMREAD_REDUCED_COLOR_4,
+    8: cv2.IMREAD_REDUCED_COLOR_8,
+}
 
 
 class DecodeError(ValueError):
@@ -59,15 +65,26 @@ class Header(NamedTuple):
     simple: bool
 
 
-def decode(data: bytes, key: str) -> Pixels:
-    """Decode an image file's bytes: uint8 (H, W, 3), RGB, upright. Raises DecodeError naming `key`."""
+def decode(data: bytes, key: str, reduction: int = 1) -> Pixels:
+    """Decode an image file's bytes: uint8 (H, W, 3), RGB, upright. Raises DecodeError naming `key`.
+
+    A JPEG may be taken at 1 / `reduction` (1, 2, 4 or 8) of its scale, which its transform makes cheap.
+    """
     header = read_header(data)
     if header is not None:
         _check_size(header.height, header.width, key)
-    pixels = _decode_opencv(data, header, cv2.IMREAD_COLOR)
-    if header is None or pixels is None or pixels.shape[:2] != (header.height, header.width):
-        pixels = _decode_pillow(data, key)
-    return pixels
+        # If the file's end is missing, Pillow says what is wrong, where OpenCV prints to stderr on its own.
+        if header.simple and _is_complete(data):
+            pixels = _imdecode(data, _FLAGS[reduction])
+            if pixels is not None and pixels.shape[:2] == (
+                -(-header.height // reduction),
+                -(-header.width // reduction),
+            ):
+                return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels), np.uint8)
+    with _decode_errors(key), _open_pillow(data, key) as image:
+        if reduction > 1:
+            image.draft(None, (image.width // reduction, image.height // reduction))
+        return np.ascontiguousarray(to_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
 
 
 def pixel_channels(in_chans: int) -> int:
@@ -90,15 +107,20 @@ def read_image(data: bytes, key: str, channels: int = 3) -> Pixels:
     raise DecodeError(key, f"{channels} channels are read from TIFF and .npy files only; give such files")
 
 
-def is_plain(data: bytes, channels: int) -> bool:
-    """Whether `size_of` knows the shape of what `read_image` gives: uint8 (H, W, 3)."""
-    deep_png = data.startswith(_PNG) and data[24:25] == b"\x10"
-    return channels == 3 and not deep_png and not data.startswith((_NPY, *_TIFF))
+def read_reduced(data: bytes, key: str, channels: int, reduction: Callable[[int, int], int]) -> "Pixels | Reduced":
+    """As `read_image`, but a JPEG at the scale that `reduction` gives for its height and width: 1, 2, 4 or 8."""
+    if channels != 3 or not data.startswith(_JPEG):
+        return read_image(data, key, channels)
+    size = size_of(data, key)
+    chosen = reduction(*size)
+    pixels = decode(data, key, chosen)
+    return pixels if chosen == 1 else Reduced(pixels, *size)
 
 
 def shape_of(data: bytes, key: str, channels: int) -> tuple[int, int, int, int]:
     """Height, width, channels and bytes per value of what `read_image` gives; from the header, where that has them."""
-    if is_plain(data, channels):
+    deep_png = data.startswith(_PNG) and data[24:25] == b"\x10"
+    if channels == 3 and not deep_png and not data.startswith((_NPY, *_TIFF)):
         return *size_of(data, key), 3, 1
     image = read_image(data, key, channels)
     return *image.shape, image.itemsize
@@ -136,86 +158,69 @@ def to_unit(pixels: Pixels) -> npt.NDArray[np.float32]:
     return pixels.astype(np.float32) / np.float32(white)
 
 
+def is_rgb8(pixels: Pixels) -> bool:
+    return pixels.dtype == np.uint8 and pixels.shape[2] == 3
+
+
 def to_picture(pixels: Pixels) -> Pixels:
     """uint8 (H, W, 3) to look at: 8 bits of RGB; of other channels the first three, each from its darkest 2 % on."""
+    if is_rgb8(pixels):
+        return pixels
     values = to_unit(pixels)
     if pixels.shape[2] != 3:
         values = values[:, :, [0, 1, 2] if pixels.shape[2] > 3 else [0, 0, 0]]
         low, high = np.percentile(values, (2, 98), axis=(0, 1))
         values = (values - low) / np.maximum(high - low, 1e-12)
-    return pixels if pixels.dtype == np.uint8 and pixels.shape[2] == 3 else (values.clip(0, 1) * 255).astype(np.uint8)
+    return (values.clip(0, 1) * 255).astype(np.uint8)
 
 
 def _read_npy(data: bytes, key: str) -> npt.NDArray[Any]:
-    try:
+    with _decode_errors(key):
         file = io.BytesIO(data)
         version = np.lib.format.read_magic(file)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(file)
         if int(np.prod(shape, dtype=object)) * dtype.itemsize > len(data):  # before a damaged header takes memory
             raise ValueError("it ends before its pixels do")
-        array: npt.NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
-        return array
-    except Exception as error:  # NumPy raises nearly anything on damaged files
-        raise DecodeError(key, _reason(error)) from error
+        return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
 
 
 def _read_tiff(data: bytes, key: str) -> npt.NDArray[Any]:
     """All samples of all pages, without regard to colors."""
-    try:
-        with tifffile.TiffFile(io.BytesIO(data)) as file:
-            series = file.series[0]
-            if series.size > 3 * MAX_PIXELS:
-                raise ValueError(f"{series.size:,} values are more than the limit of {3 * MAX_PIXELS:,}")
-            return np.asarray(series.asarray())
-    except Exception as error:  # as above
-        missing = "imagecodecs" in str(error)
-        hint = "; install it with pip install 'patchmix-ssl[tiff]'" if missing else ""
-        raise DecodeError(key, _reason(error) + hint) from error
+    with _decode_errors(key), tifffile.TiffFile(io.BytesIO(data)) as file:
+        series = file.series[0]
+        if series.size > 3 * MAX_PIXELS:
+            raise ValueError(f"{series.size:,} values are more than the limit of {3 * MAX_PIXELS:,}")
+        return np.asarray(series.asarray())
 
 
 def _decode_16_bits(data: bytes, key: str) -> Pixels | None:
     """uint16 (H, W, 3) of a gray or RGB file of 16 bits, upright and without alpha; None for all others."""
-    if data.startswith(_PNG):
-        header = read_header(data)
-        deep = header is not None and data[24:26] in (b"\x10\0", b"\x10\2") and _is_complete(data)
-        deep = deep and not any(chunk in data for chunk in _SPECIAL_CHUNKS)
-        if header is not None:
-            _check_size(header.height, header.width, key)
-    elif data.startswith(_TIFF):
-        try:
-            with _open_pillow(data, key) as image:
-                tags = getattr(image, "tag_v2", {})
-                deep = tags.get(258) in ((16,), (16,) * 3) and tags.get(274, 1) == 1 and tags.get(262) in (1, 2)
-                deep = deep and set(tags.get(339, (1,))) == {1}  # unsigned
-        except DecodeError as error:
-            found = None
-            with suppress(DecodeError):
-                found = min(_read_tiff(data, key).shape)
-            if found is not None:
-                raise DecodeError(key, f"it has {found} channels; use an encoder with --in-chans {found}") from error
-            raise
+    if data[:8] == _PNG and data[24:26] in (b"\x10\0", b"\x10\2") and _is_complete(data):
+        width, height = struct.unpack_from(">II", data, 16)
+        _check_size(height, width, key)
+        is_deep = not any(chunk in data for chunk in _SPECIAL_CHUNKS)
     else:
-        return None
-    if not deep:
-        return None
-    pixels: Any = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION)
+        is_deep = data.startswith(_TIFF) and _is_deep_tiff(data, key)
+    pixels = _imdecode(data, cv2.IMREAD_UNCHANGED) if is_deep else None
     if pixels is None or pixels.dtype != np.uint16:
         return None
     return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_GRAY2RGB if pixels.ndim == 2 else cv2.COLOR_BGR2RGB))
 
 
-def decode_reduced(data: bytes, key: str, size: tuple[int, int], reduction: int) -> Pixels | Reduced:
-    """As `decode`, but a JPEG at 1 / `reduction` (1, 2, 4 or 8) of its scale, which its transform makes cheap.
-
-    size: (height, width) from `size_of`. Other formats gain nothing and are decoded whole.
-    """
-    if reduction == 1 or not data.startswith(_JPEG):
-        return decode(data, key)
-    pixels = _decode_opencv(data, read_header(data), _REDUCED_FLAGS[reduction])
-    if pixels is None or pixels.shape[:2] != tuple(-(-side // reduction) for side in size):
-        pixels = _decode_pillow(data, key, reduction)
-    return Reduced(pixels, *size)
+def _is_deep_tiff(data: bytes, key: str) -> bool:
+    try:
+        with _open_pillow(data, key) as image:
+            tags = getattr(image, "tag_v2", {})
+            upright_colors = tags.get(274, 1) == 1 and tags.get(262) in (1, 2)
+            is_unsigned = set(tags.get(339, (1,))) == {1}
+            return upright_colors and is_unsigned and tags.get(258) in ((16,), (16,) * 3)
+    except DecodeError as error:
+        try:
+            found = min(_read_tiff(data, key).shape)
+        except DecodeError:
+            raise error from None
+        raise DecodeError(key, f"it has {found} channels; use an encoder with --in-chans {found}") from error
 
 
 def size_of(data: bytes, key: str) -> tuple[int, int]:
@@ -224,22 +229,20 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
     if header is not None and header.simple:
         _check_size(header.height, header.width, key)
         return header.height, header.width
-    try:
-        opened = _open_pillow(data, key)
-    except DecodeError:
-        with suppress(Exception), tifffile.TiffFile(io.BytesIO(data)) as file:  # of many channels
-            page: Any = file.pages[0]
-            return int(page.imagelength), int(page.imagewidth)
-        raise
-    with opened as image:
+    with _decode_errors(key):
         try:
+            image = _open_pillow(data, key)
+        except DecodeError:
+            with suppress(Exception), tifffile.TiffFile(io.BytesIO(data)) as file:  # of many channels
+                page: Any = file.pages[0]
+                return int(page.imagelength), int(page.imagewidth)
+            raise
+        with image:
             if image.format == "TIFF":  # whose size Pillow has turned already, or not: it depends on its version
                 upright = ImageOps.exif_transpose(image)
                 return upright.height, upright.width
             sideways = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-        except Exception as error:  # as below
-            raise DecodeError(key, _reason(error)) from error
-        return (image.width, image.height) if sideways else (image.height, image.width)
+            return (image.width, image.height) if sideways else (image.height, image.width)
 
 
 def read_header(data: bytes) -> Header | None:
@@ -253,20 +256,15 @@ def read_header(data: bytes) -> Header | None:
 
 
 def _jpeg_header(data: bytes) -> Header | None:
-    position = 2
-    simple = True
-    while data[position] == 0xFF and data[position + 1] not in (0xD9, 0xDA):  # before the pixels
+    position, simple = 2, True
+    while data[position] == 0xFF:
         marker = data[position + 1]
-        if marker == 0xFF:  # a fill byte
-            position += 1
-            continue
-        if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # no payload
-            position += 2
-            continue
+        if marker < 0xC0 or 0xD0 <= marker <= 0xDA or marker == 0xFF:  # the pixels, or what has no length: rare here
+            return None
         (length,) = struct.unpack_from(">H", data, position + 2)
         if marker == 0xE1 and data[position + 4 : position + 8] == b"Exif":
             simple = False  # may be rotated
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+        if marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             precision, height, width, channels = struct.unpack_from(">BHHB", data, position + 4)
             return Header(height, width, simple and precision == 8 and channels in (1, 3))
         position += 2 + length
@@ -282,30 +280,14 @@ def _png_header(data: bytes) -> Header:
 
 
 def _is_complete(data: bytes) -> bool:
-    """Whether the file's end is there. If not, Pillow says what is wrong, where OpenCV prints to stderr on its own."""
     return data.rstrip(b"\0")[-2:] == b"\xff\xd9" if data[:2] == b"\xff\xd8" else b"IEND" in data[-16:]
 
 
-def _decode_opencv(data: bytes, header: Header | None, flags: int) -> Pixels | None:
-    """None for what OpenCV does not decode as well as Pillow does."""
-    if header is None or not header.simple or not _is_complete(data):
-        return None
-    try:
-        # Orientation is ours to apply: which formats OpenCV rotates on its own differs between its versions.
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION)
-    except cv2.error:
-        return None
-    return None if pixels is None else np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels), np.uint8)
-
-
-def _decode_pillow(data: bytes, key: str, reduction: int = 1) -> Pixels:
-    with _open_pillow(data, key) as image:
-        try:
-            if reduction > 1:
-                image.draft(None, (image.width // reduction, image.height // reduction))
-            return np.ascontiguousarray(to_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
-        except Exception as error:  # Pillow raises nearly anything on damaged files
-            raise DecodeError(key, _reason(error)) from error
+def _imdecode(data: bytes, flags: int) -> Any:
+    """BGR; None for what OpenCV cannot decode. Not turned: which formats it turns differs between its versions."""
+    with suppress(cv2.error):
+        return cv2.imdecode(np.frombuffer(data, np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION)
+    return None
 
 
 def to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
@@ -325,13 +307,10 @@ def to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
 
 
 def _open_pillow(data: bytes, key: str) -> Image.Image:
-    try:
-        with warnings.catch_warnings():
-            # We have our own limit on pixels, and users can't do anything about broken EXIF.
-            warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(data))
-    except Exception as error:  # as above
-        raise DecodeError(key, _reason(error)) from error
+    with _decode_errors(key), warnings.catch_warnings():
+        # We have our own limit on pixels, and users can't do anything about broken EXIF.
+        warnings.simplefilter("ignore")
+        image = Image.open(io.BytesIO(data))
     _check_size(image.height, image.width, key)
     return image
 
@@ -343,9 +322,16 @@ def _check_size(height: int, width: int, key: str) -> None:
         raise DecodeError(key, "has no pixels")
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return "not an image that OpenCV or Pillow can read"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+@contextmanager
+def _decode_errors(key: str) -> Iterator[None]:
+    """Pillow, NumPy and tifffile raise nearly anything on damaged files; from here on it is a DecodeError."""
+    try:
+        yield
+    except DecodeError:
+        raise
+    except UnidentifiedImageError as error:
+        raise DecodeError(key, "not an image that OpenCV or Pillow can read") from error
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        hint = "; install it with pip install 'patchmix-ssl[tiff]'" if "imagecodecs" in reason else ""
+        raise DecodeError(key, reason + hint) from error

@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchmix.data.contract import Indices
-from patchmix.data.decode import Pixels, Reduced
 from patchmix.data.loader import Batch
 from patchmix.data.pixels import BLUR_REACH, LUMA
-from patchmix.data.randomness import uniforms
-from patchmix.data.views import DRAWS, Parameters, View, Views, as_channels, draw_parameters, normalize_, to_float
+from patchmix.data.views import Parameters, View, Views, as_channels, normalize_, to_float
 
 # What a view does to an image's colors, as a row of numbers. An image without jitter has factors 1 and hue 0.
 _ORDER = slice(0, 4)  # 0 brightness, 1 contrast, 2 saturation, 3 hue
@@ -49,25 +47,18 @@ class Prepare:
         return normalize_(pixels, self.mean, self.std)
 
 
-class Crops:
+class Crops(Views):
     """The transform of pre-training with `--views device`: the crops and flips of `Views`, their colors unchanged."""
 
     def __init__(self, views: Sequence[View], *, seed: int) -> None:
-        self.views = tuple(views)
-        self.seed = seed
         # Every parameter has its own random number, so leaving some operations out changes no other.
-        self._crops = Views([replace(view, jitter=0, gray=0, blur=0, solarize=0) for view in views], seed=seed)
-        self.reduction = self._crops.reduction
-
-    def __call__(self, images: Sequence[Pixels | Reduced], *, epoch: int, indices: Indices) -> list[Pixels]:
-        return self._crops(images, epoch=epoch, indices=indices)
+        super().__init__([replace(view, jitter=0, gray=0, blur=0, solarize=0) for view in views], seed=seed)
+        self._whole = Views(views, seed=seed)
 
     def colors(self, *, epoch: int, indices: Indices) -> npt.NDArray[np.float32]:
         """What is left to do: (N, V, 11), for `change_colors`."""
         any_size = np.ones((len(indices), 2), np.int64)  # only crops depend on it
-        draws = [uniforms(DRAWS, self.seed, epoch, indices, number) for number in range(len(self.views))]
-        drawn = [draw_parameters(view, any_size, draw) for view, draw in zip(self.views, draws, strict=True)]
-        return np.stack([color_rows(parameters) for parameters in drawn], axis=1)
+        return np.stack([color_rows(drawn) for drawn in self._whole.draw(any_size, epoch, indices)], axis=1)
 
 
 def color_rows(drawn: Parameters) -> npt.NDArray[np.float32]:

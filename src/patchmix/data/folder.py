@@ -9,20 +9,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from patchmix.data.contract import Labels
-from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, read_image
+from patchmix.data.contract import EncodedSource, Labels
+from patchmix.data.decode import EXTENSIONS, DecodeError
 from patchmix.progress import progress_bar
 
 _SUFFIXES = tuple(extension.encode() for extension in EXTENSIONS)
 
 
-class FolderSource:
+class FolderSource(EncodedSource):
     """The images below `root`, in the order of their relative paths, or the given files in their own order.
 
     `classes`: names of first-level sub-folders that label the images; None for no labels.
     """
-
-    channels = 3
 
     def __init__(
         self,
@@ -35,9 +33,7 @@ class FolderSource:
         paths = list_images(root) if files is None else [os.fsencode(file) for file in files]
         if not paths:
             raise ValueError(f"no images in {str(root)!r}; files ending in {', '.join(EXTENSIONS)} or .npy are taken")
-        self.name = name
-        self.root = root
-        self.classes = classes
+        self.name, self.root, self.classes = name, root, classes
         self.labels = None if classes is None else _label(paths, classes, root)
         # One block that forked workers share: a list would be copied as its reference counts change.
         self._paths: Any = pa.array(paths, pa.large_binary())
@@ -49,11 +45,7 @@ class FolderSource:
     def _path(self, index: int) -> Path:
         return self.root / os.fsdecode(self._paths[index].as_py())
 
-    def load(self, index: int) -> Pixels:
-        return read_image(self.encoded(index), self.key(index), self.channels)
-
     def encoded(self, index: int) -> bytes:
-        """The image file's bytes, as they are. Raises DecodeError."""
         try:
             return self._path(index).read_bytes()
         except OSError as error:
@@ -83,49 +75,40 @@ def list_images(root: Path) -> list[bytes]:
     """
     found: list[bytes] = []
     arrays: list[bytes] = []
-    entered: set[tuple[int, int]] = set()
-    pending: list[bytes] = [b""]
     links: list[bytes] = []
-    top = os.fsencode(root)
-    with progress_bar(f"listing {root}", None, os.environ.get("RANK", "0") == "0") as advance:
+    pending = [b""]
+    entered: set[tuple[int, int]] = set()
+    with progress_bar(f"listing {root}", None) as advance:
         while pending or links:
             if not pending:
-                links.sort()
-                pending.append(links.pop(0))
+                pending.append(min(links))
+                links.remove(pending[0])
             relative, before = pending.pop(), len(found)
-            folder = os.path.join(top, relative) if relative else top  # noqa: PTH118 (Path has no bytes)
+            folder = os.path.join(os.fsencode(root), relative)  # noqa: PTH118 (Path has no bytes)
             status = os.stat(folder)  # noqa: PTH116
             if (status.st_dev, status.st_ino) in entered:
                 continue
             entered.add((status.st_dev, status.st_ino))
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    path = relative + b"/" + entry.name if relative else entry.name
-                    if entry.name.startswith(b"."):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(path)
-                    elif entry.name.lower().endswith(_SUFFIXES) and entry.is_file():
-                        found.append(path)
-                    elif entry.name.lower().endswith(b".npy") and entry.is_file():
-                        arrays.append(path)
-                    elif entry.is_symlink() and os.path.isdir(entry.path):  # noqa: PTH112 (Path has no bytes)
-                        links.append(path)
+            for entry in os.scandir(folder):
+                path = os.path.join(relative, entry.name)  # noqa: PTH118
+                if entry.name.startswith(b"."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(path)
+                elif entry.name.lower().endswith((*_SUFFIXES, b".npy")) and entry.is_file():
+                    (arrays if entry.name.lower().endswith(b".npy") else found).append(path)
+                elif entry.is_symlink() and os.path.isdir(entry.path):  # noqa: PTH112
+                    links.append(path)
             advance(len(found) - before)
     return sorted(found or arrays)
 
 
 def class_names(root: Path) -> tuple[str, ...] | None:
     """The sub-folders of `root`, sorted, or None when there are none or when images are next to them."""
-    names = []
-    for entry in os.scandir(root):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            names.append(entry.name)
-        elif entry.name.lower().endswith(EXTENSIONS):
-            return None
-    return tuple(sorted(names)) or None
+    entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
+    if any(entry.name.lower().endswith(EXTENSIONS) and not entry.is_dir() for entry in entries):
+        return None
+    return tuple(sorted(entry.name for entry in entries if entry.is_dir())) or None
 
 
 def _label(paths: list[bytes], classes: tuple[str, ...], root: Path) -> Labels:

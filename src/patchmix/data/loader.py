@@ -5,6 +5,7 @@ so that any number of processes and accumulation steps sees the same global batc
 """
 
 import atexit
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -23,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from patchmix.data.contract import Encoded, Indices, Source, groups_of
-from patchmix.data.decode import DecodeError, Pixels, Reduced, decode_reduced, is_plain, read_image, size_of
+from patchmix.data.contract import EncodedSource, Indices, Source, groups_of
+from patchmix.data.decode import DecodeError, Pixels, Reduced, read_reduced
 from patchmix.data.randomness import Order, hash_words
 from patchmix.data.views import Transform
 
@@ -96,14 +97,10 @@ class Loader:
                 f"{source.name} has {len(source)} images, fewer than the batch size {batch_size}; "
                 f"use --batch-size {max(1, len(source) // parts) * parts} or less, or more images"
             )
-        self.source = source
-        self.batch_size = batch_size
-        self.micro_batch_size = batch_size // parts
         self.steps_per_epoch = len(source) // batch_size
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.accumulate = accumulate
+        self._order = Order(len(source), batch_size, seed, groups_of(source))
+        self._shape = accumulate, world_size, batch_size // parts  # of a global batch
+        self._rank = rank
         samples = _Batches(source, transform, seed)
         self._run = partial(_run, samples, workers=workers, pin_memory=pin_memory, timeout_minutes=timeout_minutes)
 
@@ -112,16 +109,11 @@ class Loader:
         return self._run(self._requests(start_step))
 
     def _requests(self, start_step: int) -> Iterator[Request]:
-        epoch, first = divmod(start_step, self.steps_per_epoch)
-        order = Order(len(self.source), self.batch_size, self.seed, groups_of(self.source))
-        while True:
-            for step in range(first, self.steps_per_epoch):
-                batch = order.batch(epoch, step)
-                # (accumulate, world, micro): micro-batch j of rank r is a contiguous slice.
-                parts = batch.reshape(self.accumulate, self.world_size, self.micro_batch_size)
-                for part in parts[:, self.rank]:
-                    yield epoch, part
-            epoch, first = epoch + 1, 0
+        for number in itertools.count(start_step):
+            epoch, step = divmod(number, self.steps_per_epoch)
+            # Micro-batch j of rank r is a contiguous slice.
+            for part in self._order.batch(epoch, step).reshape(self._shape)[:, self._rank]:
+                yield epoch, part
 
 
 def one_pass(
@@ -179,21 +171,19 @@ class _Batches(Dataset[Batch | ValueError]):
     def _read(self, epoch: int, position: int) -> Pixels | Reduced:
         """The image; from a file only at the scale that its views need, if the transform knows it."""
         reduction = getattr(self._transform, "reduction", None)
-        if reduction is None or not isinstance(self._source, Encoded):
-            return self._source.load(position)
-        data, key = self._source.encoded(position), self._source.key(position)
-        if not is_plain(data, self._source.channels):
-            return read_image(data, key, self._source.channels)
-        size = size_of(data, key)
-        return decode_reduced(data, key, size, reduction(*size, epoch=epoch, index=position))
+        source = self._source
+        if reduction is None or not isinstance(source, EncodedSource):
+            return source.load(position)
+        chosen = partial(reduction, epoch=epoch, index=position)
+        return read_reduced(source.encoded(position), source.key(position), source.channels, chosen)
 
     def _candidates(self, epoch: int, position: int, bad: list[str]) -> Iterator[int]:
         """The sample, then replacements chosen by (seed, epoch, position): first from its group, then from anywhere."""
         yield position
         if self._seed is None:
             return
-        groups, anywhere = groups_of(self._source), (0, len(self._source))
-        near = anywhere if groups is None else groups.around(position, len(self._source))
+        groups, anywhere = groups_of(self._source), [0, len(self._source)]
+        near = anywhere if groups is None else groups.bounds(anywhere[1])[groups.of(position) :][:2].tolist()
         for attempt in range(_REPLACEMENTS):
             first, end = near if attempt < _NEAR else anywhere
             yield first + int(hash_words(self._seed, epoch, position, attempt)[0]) % (end - first)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchmix.data.contract import Encoded, Indices, Labels, Source, groups_of
+from patchmix.data.contract import EncodedSource, Indices, Labels, Source, groups_of
 from patchmix.data.decode import DecodeError, Pixels, shape_of, to_unit
 from patchmix.data.randomness import permutation
 from patchmix.progress import progress_bar
@@ -36,7 +36,7 @@ class InMemorySource:
     bad: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._starts = _starts(self.shapes)
+        self._stops = self.shapes.prod(axis=1).cumsum()
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -45,9 +45,9 @@ class InMemorySource:
         if index in self.bad:
             raise DecodeError(self.key(index), self.bad[index])
         *shape, width = self.shapes[index].tolist()
-        start, size = int(self._starts[index]), int(self.shapes[index].prod())
+        stop, size = int(self._stops[index]), int(self.shapes[index].prod())
         pixels: Pixels = self.pixels.numpy()  # made here: in a pickle, an array would be a second copy
-        image: Pixels = pixels[start : start + size].view(_DTYPES[width]).reshape(shape)
+        image: Pixels = pixels[stop - size : stop].view(_DTYPES[width]).reshape(shape)
         return image
 
     def key(self, index: int) -> str:
@@ -63,18 +63,11 @@ def from_array(
     """A source from (N, H, W, C) that is in memory anyway."""
     pixels = _shared_block(images.nbytes)
     pixels.numpy()[:] = images.reshape(-1).view(np.uint8)
-    return InMemorySource(
-        pixels,
-        np.tile(np.array([*images.shape[1:], images.itemsize], np.int64), (len(images), 1)),
-        name=name,
-        labels=labels,
-        classes=classes,
-        key_of=partial("{}#{}".format, prefix),
-        digest=fingerprint,
-    )
+    shapes = np.tile(np.array([*images.shape[1:], images.itemsize], np.int64), (len(images), 1))
+    return InMemorySource(pixels, shapes, name, labels, classes, partial("{}#{}".format, prefix), fingerprint)
 
 
-def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source:
+def in_memory(source: Source, cache_bytes: int) -> Source:
     """Decode `source` once into shared memory; returned unchanged when its pixels need more than `cache_bytes`."""
     if isinstance(source, InMemorySource) or cache_bytes < 3 * len(source):  # the least that images have
         return source
@@ -82,7 +75,7 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
     bad: dict[int, str] = {}
 
     def measure(index: int) -> None:
-        if isinstance(source, Encoded):
+        if isinstance(source, EncodedSource):
             shapes[index] = shape_of(source.encoded(index), source.key(index), source.channels)
         else:
             image = source.load(index)
@@ -92,7 +85,7 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
         image = source.load(index)
         if (*image.shape, image.itemsize) != tuple(shapes[index]):
             raise DecodeError(source.key(index), "its header says another size")
-        block[starts[index] : starts[index] + image.nbytes] = image.reshape(-1).view(np.uint8)
+        kept.load(index)[:] = image
 
     def run(action: Callable[[int], None], chunk: range) -> range:
         for index in chunk:
@@ -111,22 +104,14 @@ def in_memory(source: Source, cache_bytes: int, progress: bool = True) -> Source
             total += int(shapes[chunk.start : chunk.stop].prod(axis=1).sum())
         if total > cache_bytes:
             return source
-    starts, pixels = _starts(shapes), _shared_block(total)
-    block = pixels.numpy()
-    with progress_bar(f"decoding {source.name}", len(source), progress) as advance:
+    about = source.name, source.labels, source.classes, source.key, source.fingerprint()
+    kept = InMemorySource(_shared_block(total), shapes, *about)
+    with progress_bar(f"decoding {source.name}", len(source)) as advance:
         for chunk in pool.map(partial(run, fill), chunks):
             advance(len(chunk))
+    kept.bad = dict(sorted(bad.items()))
     getattr(source, "release", lambda: None)()  # open files and row groups; from here on only its keys are used
-    return InMemorySource(
-        pixels,
-        shapes,
-        name=source.name,
-        labels=source.labels,
-        classes=source.classes,
-        key_of=source.key,
-        digest=source.fingerprint(),
-        bad=dict(sorted(bad.items())),
-    )
+    return kept
 
 
 @lru_cache(maxsize=1)
@@ -161,13 +146,11 @@ def check_decodable(source: Source, *, sample: int = 1000, limit: float = 0.01) 
     return tuple(bad)
 
 
-def mean_and_std(
-    source: Source, *, sample: int = 2000, progress: bool = True
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def mean_and_std(source: Source, *, sample: int = 2000) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Of each channel over all pixels of a random sample (of fewer images: of all), in units of white; 6 digits."""
     positions = some_positions(source, sample).tolist()
     sums: Any = 0.0  # (3, C): pixels, their sum, the sum of their squares
-    with progress_bar(f"mean and std of {source.name}", len(positions), progress) as advance:
+    with progress_bar(f"mean and std of {source.name}", len(positions)) as advance:
         for found in _decoding_threads().map(partial(_sums, source), positions):
             sums = sums + found
             advance(1)
@@ -209,12 +192,6 @@ def _why_bad(source: Source, index: int) -> str | None:
     except DecodeError as error:
         return str(error)
     return None
-
-
-def _starts(shapes: Indices) -> Indices:
-    sizes = shapes.prod(axis=1)
-    starts: Indices = np.cumsum(sizes) - sizes
-    return starts
 
 
 def _shared_block(size: int) -> Tensor:

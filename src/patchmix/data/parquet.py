@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from patchmix.data.contract import Groups, Labels
-from patchmix.data.decode import DecodeError, Pixels, read_image
+from patchmix.data.contract import EncodedSource, Groups, Labels
+from patchmix.data.decode import DecodeError
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
@@ -22,10 +22,8 @@ _CACHED_BYTES = 256 << 20  # of row groups, in each process that reads
 _MOST_GROUPS = 64
 
 
-class ParquetSource:
+class ParquetSource(EncodedSource):
     """The rows of some parquet files, in the order of the files."""
-
-    channels = 3
 
     def __init__(self, files: Sequence[str | Path], *, name: str) -> None:
         self.name = name
@@ -33,20 +31,19 @@ class ParquetSource:
         opened = [_open(file) for file in self._files]
         self._owners = [(file, group) for file, p in enumerate(opened) for group in range(p.num_row_groups)]
         groups = [opened[file].metadata.row_group(group) for file, group in self._owners]
-        if not any(group.num_rows for group in groups):
+        *starts, self._length = np.cumsum([0, *(group.num_rows for group in groups)]).tolist()
+        if not self._length:
             raise ValueError(f"no rows in {', '.join(str(file) for file in self._files)!r}; give another file")
-        self._length: int = sum(group.num_rows for group in groups)
-        starts = np.cumsum([0, *(group.num_rows for group in groups[:-1])])
         self._file_starts = np.cumsum([0, *(p.metadata.num_rows for p in opened[:-1])])
         # Half of what is kept: while windows change, two of them are in use.
         window = _CACHED_BYTES * len(groups) // (2 * max(1, sum(group.total_byte_size for group in groups)))
-        self.groups = Groups(starts, max(1, min(_MOST_GROUPS, window)))
+        self.groups = Groups(np.array(starts), max(1, min(_MOST_GROUPS, window)))
         schema = opened[0].schema_arrow
         self._image_column = _image_column(schema, self._files[0])
         integers = [field.name for field in schema if pa.types.is_integer(field.type)]
-        self._label_column = next((column for column in LABEL_COLUMNS if column in integers), None)
-        self.classes = _class_names(schema, self._label_column)
-        self.labels = self._read_labels()
+        label_column = next((column for column in LABEL_COLUMNS if column in integers), None)
+        self.classes = _class_names(schema, label_column)
+        self.labels = None if label_column is None else _read_labels(self._files, label_column)
         self.release()
 
     def release(self) -> None:
@@ -63,13 +60,10 @@ class ParquetSource:
         self.release()
 
     def __len__(self) -> int:
-        return self._length
-
-    def load(self, index: int) -> Pixels:
-        return read_image(self.encoded(index), self.key(index), self.channels)
+        return int(self._length)
 
     def key(self, index: int) -> str:
-        file, _ = self._owners[self._group_of(index)]
+        file, _ = self._owners[self.groups.of(index)]
         return f"{self._files[file].name}#{index - self._file_starts[file]}"
 
     def fingerprint(self) -> str:
@@ -80,14 +74,8 @@ class ParquetSource:
             digest.update(f"{file.name}\0{metadata.num_rows}\0{file.stat().st_size}\0{sizes}\0".encode())
         return digest.hexdigest()[:32]
 
-    def _group_of(self, index: int) -> int:
-        if not 0 <= index < self._length:
-            raise IndexError(f"index {index} is outside {self.name}, which has {self._length} rows")
-        return self.groups.of(index)
-
     def encoded(self, index: int) -> bytes:
-        """The image file's bytes, as they are. Raises DecodeError."""
-        group = self._group_of(index)
+        group = self.groups.of(index)
         value = self._column(group)[index - int(self.groups.starts[group])].as_py()
         if not value:
             raise DecodeError(self.key(index), "has no bytes")
@@ -114,20 +102,15 @@ class ParquetSource:
                 self._groups.popitem(last=False)
             return column
 
-    def _read_labels(self) -> Labels | None:
-        if self._label_column is None:
-            return None
-        parts = []
-        for file in self._files:
-            column = pq.read_table(file, columns=[self._label_column]).column(0)
-            if column.null_count:
-                raise ValueError(
-                    f"column {self._label_column!r} of {str(file)!r} has {column.null_count} empty labels; "
-                    "fill or drop these rows"
-                )
-            parts.append(column.to_numpy().astype(np.int64))
-        labels: Labels = np.concatenate(parts)
-        return labels if labels.min() >= 0 else None  # -1 is Hugging Face's way to withhold a split's labels
+
+def _read_labels(files: Sequence[Path], name: str) -> Labels | None:
+    columns = [pq.read_table(file, columns=[name]).column(0) for file in files]
+    for file, column in zip(files, columns, strict=True):
+        if column.null_count:
+            empty = f"column {name!r} of {str(file)!r} has {column.null_count} empty labels"
+            raise ValueError(f"{empty}; fill or drop these rows")
+    labels: Labels = np.concatenate([column.to_numpy() for column in columns]).astype(np.int64)
+    return labels if labels.min() >= 0 else None  # -1 is Hugging Face's way to withhold a split's labels
 
 
 def _open(file: Path) -> Any:

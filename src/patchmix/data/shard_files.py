@@ -1,49 +1,36 @@
-"""The files of shards: which ones a DATA means, remote ones as local files, and which samples a tar holds.
+"""The files of shards: which ones a DATA means, and remote ones as local files.
 
-Remote shards go through fsspec's cache of whole files, in a folder of bounded size that all processes of a machine
-share. Of a tar only headers and labels are read; nothing is unpacked.
+Remote shards are fetched as a whole, to a folder of bounded size that all processes of a machine share.
 """
 
 import glob
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
-import tarfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, TypeVar
 
-import fsspec
 from filelock import FileLock
 from fsspec.core import url_to_fs
 
 from patchmix.data.contract import Split
 from patchmix.data.decode import EXTENSIONS
-from patchmix.files import cache_folder, prune
+from patchmix.files import cache_folder, prune, remove_unfinished, replacing
 
-BLOCK = 512  # bytes of a tar's header
-MAX_MEMBER = 256 << 20  # bytes of one image file
 TRIES = 4
 PAUSE = 1.0  # seconds before the second try; doubled each time
 
-_MAX_LABEL = 1 << 20  # bytes of a .cls or .json
-_LABEL_FIELDS = ("cls", "label", "class")  # of a .json
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MOST_SHARDS = 100_000
 _SPLIT_WORDS = ("train", "val", "test")  # with "val", also "validation"
 _TIMEOUT = 60  # seconds without an answer
-_CACHE_GB = 20.0
-# What tarfile raises on damaged headers.
-_DAMAGES = (tarfile.TarError, ValueError, LookupError, OverflowError, MemoryError, RecursionError)
 
 T = TypeVar("T")
 
@@ -158,45 +145,35 @@ def open_remote(url: str, expected: int | None = None) -> IO[bytes]:
     `expected`: its size, if an index says so. A file that others remove later stays readable once it is open.
     """
     room = _cache_bytes()
-    storage = cache_folder("shards") / "fetched" / hashlib.sha256(url.encode()).hexdigest()[:20]
-    storage.mkdir(parents=True, exist_ok=True)
-    with FileLock(storage / ".lock"):
-        fetch = partial(_fetch, url, storage, expected, room)
+    folder = cache_folder("shards") / "fetched" / hashlib.sha256(url.encode()).hexdigest()[:20]
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        remove_unfinished(folder)
+        fetch = partial(_fetch, url, folder / Path(url.partition("?")[0]).name, expected, room)
         return retry(fetch, f"{url!r} cannot be fetched", "check the address and the network")
 
 
-def _fetch(url: str, storage: Path, expected: int | None, room: int) -> IO[bytes]:
-    """Open the file that fsspec's cache has, or gets, in `storage`."""
-    unfinished = storage / ".unfinished"  # fsspec writes in place: what a killed process began must go
-    if unfinished.exists():
-        for path in storage.glob("[!.]*"):
-            path.unlink()
-    kept = any(storage.glob("[!.]*"))
-    if not kept:
-        prune(storage.parent, max(0, room - (expected or 0)))
-    unfinished.touch()
-    with _os_errors(url):
-        cache = {"cache_storage": str(storage), "same_names": True}
-        (name,) = fsspec.open_local([f"simplecache::{url}"], simplecache=cache, **_options(url))
-        if not kept and expected is None and not url.startswith("http"):  # over HTTP a short answer is an error already
-            system, path = url_to_fs(url)
-            expected = system.size(path)
-    file = Path(name).open("rb", buffering=0)  # noqa: SIM115 (kept open)
-    size = os.fstat(file.fileno()).st_size
-    if expected is not None and size != expected:
-        file.close()
-        raise OSError(f"{size} bytes arrived, not {expected}")
-    os.utime(name, ns=(time.time_ns(),) * 2)  # used just now; the system's own clock is coarse
-    unfinished.unlink()
-    if not kept:
-        prune(storage.parent, room, keep=Path(name))
-    return file
+def _fetch(url: str, kept: Path, expected: int | None, room: int) -> IO[bytes]:
+    """Open the file `kept`; if it is not there, or has another size than expected, fetch it first."""
+    if not kept.exists() or expected not in (None, kept.stat().st_size):
+        prune(kept.parents[1], max(0, room - (expected or 0)))
+        with _os_errors(url), replacing(kept) as temporary:
+            system, name = url_to_fs(url, **_options(url))
+            system.get_file(name, str(temporary))
+            if expected is None and not url.startswith("http"):  # over HTTP a short answer is an error already
+                expected = system.size(name)
+            size = temporary.stat().st_size
+            if expected not in (None, size):
+                raise OSError(f"{size} bytes arrived, not {expected}")
+        prune(kept.parents[1], room, keep=kept)
+    os.utime(kept, ns=(time.time_ns(),) * 2)  # used just now; the system's own clock is coarse
+    return kept.open("rb", buffering=0)
 
 
 def read_remote(url: str) -> bytes:
     """A small file, in one try. Raises OSError."""
     with _os_errors(url):
-        system, name = url_to_fs(url, **_options(url).get("http", {}))
+        system, name = url_to_fs(url, **_options(url))
         return bytes(system.cat_file(name))
 
 
@@ -229,19 +206,18 @@ def _os_errors(url: str) -> Iterator[None]:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """Options of fsspec by protocol: over HTTP a time limit for each answer, none for the whole file."""
+    """Options of fsspec: over HTTP a time limit for each answer, none for the whole file."""
     if not url.startswith("http"):
         return {}
     from aiohttp import ClientTimeout  # slow to import
 
     timeout = ClientTimeout(total=None, sock_connect=_TIMEOUT, sock_read=_TIMEOUT)
-    client = {"client_kwargs": {"timeout": timeout, "trust_env": True}}  # proxies from the environment
-    return {"http": client, "https": client}
+    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}  # proxies from the environment
 
 
 def _cache_bytes() -> int:
     """Bytes that fetched shards may take, from $PATCHMIX_CACHE_GB."""
-    chosen = os.environ.get("PATCHMIX_CACHE_GB", str(_CACHE_GB))
+    chosen = os.environ.get("PATCHMIX_CACHE_GB", "20")
     try:
         gigabytes = float(chosen)
     except ValueError:
@@ -249,113 +225,3 @@ def _cache_bytes() -> int:
     if not 0 < gigabytes < 1e9:
         raise ValueError(f"PATCHMIX_CACHE_GB is {chosen!r}; it must be a number of gigabytes above 0")
     return round(gigabytes * 2**30)
-
-
-# ----------------------------------------------------------------------------------------------------- samples of a tar
-
-
-class Member(NamedTuple):
-    """A plain file inside a tar."""
-
-    name: str
-    offset: int
-    size: int
-
-
-class Sample(NamedTuple):
-    """An image, and its label or -1."""
-
-    image: Member
-    label: int
-
-
-@dataclass
-class Scan:
-    """What a shard holds, and what had to be left out: reason → how many."""
-
-    samples: list[Sample] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
-    damaged: bool = False
-
-
-def scan(file: IO[bytes]) -> Scan:
-    """Read the headers of a tar, up to its end or its first damage. Raises OSError where the file cannot be read.
-
-    Members belong to one sample as long as their names agree up to the first dot after the last slash, as in
-    webdataset: `a/0001.jpg` and `a/0001.cls`.
-    """
-    result = Scan()
-    for _, group in itertools.groupby(_members(file, result), lambda member: _split_name(member.name)[0]):
-        members = {_split_name(member.name)[1]: member for member in group}
-        images = [extension for extension in members if extension.endswith(EXTENSIONS)]
-        if not images:
-            continue
-        image = members[min(images, key=lambda extension: extension not in EXTENSIONS)]  # 1.jpg before 1.left.jpg
-        result.skipped["further image of a sample"] += len(images) - 1
-        if image.size > MAX_MEMBER:
-            result.skipped[f"larger than {MAX_MEMBER >> 20} MB"] += 1
-            continue
-        labels = (_read_label(file.fileno(), members[kind]) for kind in (".cls", ".json") if kind in members)
-        result.samples.append(Sample(image, next((label for label in labels if label >= 0), -1)))
-    labeled = [sample for sample in result.samples if sample.label >= 0]
-    if result.damaged and labeled:
-        result.skipped["label lost"] += len(result.samples) - len(labeled)
-        result.samples = labeled
-    result.skipped += Counter()  # without zeros
-    return result
-
-
-def _members(file: IO[bytes], result: Scan) -> Iterator[Member]:
-    """The plain files with safe names, in order; everything else is counted in `result`."""
-    handle = file.fileno()
-    end = os.fstat(handle).st_size
-    try:
-        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="backslashreplace") as tar:
-            while (header := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # or it would keep them all
-                if header.size < 0 or header.offset_data + header.size > end:
-                    damage = "cut off"
-                    break
-                reason = _unwanted(header)
-                if reason is None:
-                    yield Member(header.name, header.offset_data, header.size)
-                elif not header.isdir():
-                    result.skipped[reason] += 1
-            else:
-                tail = os.pread(handle, 2 * BLOCK, tar.offset)
-                if len(tail) >= BLOCK and not tail.strip(b"\0"):
-                    return  # two empty blocks: the end
-                damage = "cut off" if len(tail) < BLOCK else "damaged header"
-    except _DAMAGES:
-        damage = "damaged header"
-    result.damaged = True
-    result.skipped[damage] += 1
-
-
-def _unwanted(header: tarfile.TarInfo) -> str | None:
-    if not header.isreg() or header.issparse():
-        return "link, device or sparse file"
-    parts = header.name.replace("\\", "/").split("/")
-    if parts[0] == "" or ".." in parts or any(ord(letter) < 32 for letter in header.name):
-        return "unsafe name"
-    return None
-
-
-def _split_name(name: str) -> tuple[str, str]:
-    """ "a/0001.left.JPG" → "a/0001", ".left.jpg"."""
-    folder, slash, base = name.rpartition("/")
-    stem, dot, extension = base.partition(".")
-    return folder + slash + stem, dot + extension.lower()
-
-
-def _read_label(handle: int, member: Member) -> int:
-    """The class in a .cls, or in a .json under cls, label or class; -1 where there is none."""
-    if member.size > _MAX_LABEL:
-        return -1
-    try:
-        value = json.loads(os.pread(handle, member.size, member.offset))
-    except (ValueError, RecursionError):
-        return -1
-    if isinstance(value, dict):
-        value = next((value[key] for key in _LABEL_FIELDS if key in value), None)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else -1

@@ -7,11 +7,14 @@ split next to the shards, train-index.safetensors; without it, shards are scanne
 """
 
 import hashlib
+import itertools
 import json
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,16 +26,21 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save
 
-from patchmix.data import shard_files
-from patchmix.data.contract import Groups, Indices, Labels
-from patchmix.data.decode import DecodeError, Pixels, read_image
-from patchmix.data.shard_files import BLOCK, MAX_MEMBER, is_remote, open_remote, read_remote, retry
+from patchmix.data.contract import EncodedSource, Groups, Indices, Labels
+from patchmix.data.decode import EXTENSIONS, DecodeError
+from patchmix.data.shard_files import is_remote, open_remote, read_remote, retry
 from patchmix.files import cache_folder, writing
 from patchmix.progress import progress_bar
 
 UInt8s = npt.NDArray[np.uint8]
 
 _VERSION = 1  # of the index
+_BLOCK = 512  # bytes of a tar's header
+MAX_MEMBER = 256 << 20  # bytes of one image file
+_MAX_LABEL = 1 << 20  # bytes of a .cls or .json
+_LABEL_FIELDS = ("cls", "label", "class")  # of a .json
+# What tarfile raises on damaged headers.
+_DAMAGES = (tarfile.TarError, ValueError, LookupError, OverflowError, MemoryError, RecursionError)
 MAPPED = 64 << 20  # bytes; a mapped file stays open, so there must not be thousands
 _CHECKED = 1 << 20  # samples of an index at a time
 _OPEN_FILES = 16  # in each process
@@ -112,7 +120,7 @@ class ShardIndex:
             low, high = np.searchsorted(stops, (first, first + len(sizes) - 1), side="right")  # shards
             inside = np.clip(stops[low : high + 1], None, first + len(sizes))
             rooms = np.repeat(self.shard_bytes[low : high + 1], np.diff(inside, prepend=first))
-            sound = (offsets >= BLOCK) & (offsets <= rooms) & (rooms < 1 << 60)
+            sound = (offsets >= _BLOCK) & (offsets <= rooms) & (rooms < 1 << 60)
             sound &= (sizes >= 0) & (sizes <= MAX_MEMBER) & (offsets + sizes <= rooms)
             if not sound.all() or (np.diff(ends, prepend=before) < 0).any():
                 return False
@@ -168,28 +176,95 @@ def join(parts: Sequence[ShardIndex]) -> ShardIndex:
     )
 
 
-def scanned(file: IO[bytes], name: str) -> ShardIndex:
-    """The index of one shard, from its headers. Raises OSError."""
-    found = shard_files.scan(file)
-    samples = found.samples
-    names = [sample.image.name.encode("utf-8", "backslashreplace") for sample in samples]
+def scan(file: IO[bytes], name: str) -> ShardIndex:
+    """The index of one shard, from its headers, up to its end or its first damage. Raises OSError.
+
+    Members belong to one sample as long as their names agree up to the first dot after the last slash, as in
+    webdataset: `a/0001.jpg` and `a/0001.cls`.
+    """
+    skipped: Counter[str] = Counter()
+    samples: list[tuple[bytes, int, int, int]] = []  # name, offset, size, label
+    for _, group in itertools.groupby(_members(file, skipped), lambda member: _split_name(member.name)[0]):
+        members = {_split_name(member.name)[1]: member for member in group}
+        images = [extension for extension in members if extension.endswith(EXTENSIONS)]
+        if not images:
+            continue
+        image = members[min(images, key=lambda extension: extension not in EXTENSIONS)]  # 1.jpg before 1.left.jpg
+        skipped["further image of a sample"] += len(images) - 1
+        if image.size > MAX_MEMBER:
+            skipped[f"larger than {MAX_MEMBER >> 20} MB"] += 1
+            continue
+        labels = (_read_label(file.fileno(), members[kind]) for kind in (".cls", ".json") if kind in members)
+        label = next((label for label in labels if label >= 0), -1)
+        samples.append((image.name.encode("utf-8", "backslashreplace"), image.offset_data, image.size, label))
+    labeled = [sample for sample in samples if sample[3] >= 0]
+    if labeled and (skipped["cut off"] or skipped["damaged header"]):
+        skipped["label lost"] = len(samples) - len(labeled)
+        samples = labeled
+    numbers = np.array([sample[1:] for sample in samples], np.int64).reshape(-1, 3)
     return ShardIndex(
         shards=(name,),
         shard_bytes=np.array([os.fstat(file.fileno()).st_size], np.int64),
         counts=np.array([len(samples)], np.int64),
-        offsets=np.array([sample.image.offset for sample in samples], np.int64),
-        sizes=np.array([sample.image.size for sample in samples], np.int64),
-        labels=np.array([sample.label for sample in samples], np.int64),
-        name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
-        names=np.frombuffer(b"".join(names), np.uint8),
-        skipped=(", ".join(f"{count} {reason}" for reason, count in sorted(found.skipped.items())),),
+        **dict(zip(_PER_SAMPLE, np.ascontiguousarray(numbers.T), strict=True)),
+        name_ends=np.cumsum([len(sample[0]) for sample in samples], dtype=np.int64),
+        names=np.frombuffer(b"".join(sample[0] for sample in samples), np.uint8),
+        skipped=(", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()) if count),),
     )
 
 
-class ShardSource:
-    """The samples of some shards, in the order of the shards."""
+def _members(file: IO[bytes], skipped: Counter[str]) -> Iterator[tarfile.TarInfo]:
+    """The plain files with safe names, in order; everything else is counted in `skipped`."""
+    handle = file.fileno()
+    end = os.fstat(handle).st_size
+    try:
+        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="backslashreplace") as tar:
+            while (header := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # or it would keep them all
+                parts = header.name.replace("\\", "/").split("/")
+                if header.size < 0 or header.offset_data + header.size > end:
+                    damage = "cut off"
+                    break
+                if header.isdir():
+                    continue
+                if not header.isreg() or header.issparse():
+                    skipped["link, device or sparse file"] += 1
+                elif parts[0] == "" or ".." in parts or any(ord(letter) < 32 for letter in header.name):
+                    skipped["unsafe name"] += 1
+                else:
+                    yield header
+            else:
+                tail = os.pread(handle, 2 * _BLOCK, tar.offset)
+                if len(tail) >= _BLOCK and not tail.strip(b"\0"):
+                    return  # two empty blocks: the end
+                damage = "cut off" if len(tail) < _BLOCK else "damaged header"
+    except _DAMAGES:
+        damage = "damaged header"
+    skipped[damage] += 1
 
-    channels = 3
+
+def _split_name(name: str) -> tuple[str, str]:
+    """ "a/0001.left.JPG" → "a/0001", ".left.jpg"."""
+    folder, slash, base = name.rpartition("/")
+    stem, dot, extension = base.partition(".")
+    return folder + slash + stem, dot + extension.lower()
+
+
+def _read_label(handle: int, member: tarfile.TarInfo) -> int:
+    """The class in a .cls, or in a .json under cls, label or class; -1 where there is none."""
+    if member.size > _MAX_LABEL:
+        return -1
+    try:
+        value = json.loads(os.pread(handle, member.size, member.offset_data))
+    except (ValueError, RecursionError):
+        return -1
+    if isinstance(value, dict):
+        value = next((value[key] for key in _LABEL_FIELDS if key in value), None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else -1
+
+
+class ShardSource(EncodedSource):
+    """The samples of some shards, in the order of the shards."""
 
     def __init__(self, shards: Sequence[str], index: ShardIndex, *, name: str) -> None:
         self.name = name
@@ -208,11 +283,8 @@ class ShardSource:
     def __len__(self) -> int:
         return len(self._index.offsets)
 
-    def load(self, index: int) -> Pixels:
-        return read_image(self.encoded(index), self.key(index), self.channels)
-
     def key(self, index: int) -> str:
-        shard = self._index.shards[self._shard_of(index)]
+        shard = self._index.shards[self.groups.of(index)]
         return f"{shard}/{str(self._index.name(index), 'utf-8', 'backslashreplace')}"
 
     def fingerprint(self) -> str:
@@ -223,19 +295,9 @@ class ShardSource:
         return digest.hexdigest()[:32]
 
     def encoded(self, index: int) -> bytes:
-        """The image file's bytes, as they are. Raises DecodeError."""
-        shard, size = self._shard_of(index), int(self._index.sizes[index])
-        data = self._read(shard, size, int(self._index.offsets[index]))
-        if len(data) < size:
-            raise DecodeError(self.key(index), "its shard ends before it does")
-        return data
+        shard, size, offset = self.groups.of(index), int(self._index.sizes[index]), int(self._index.offsets[index])
+        name = self._shards[shard]
 
-    def _shard_of(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(f"index {index} is outside {self.name}, which has {len(self)} samples")
-        return self.groups.of(index)
-
-    def _read(self, shard: int, size: int, offset: int) -> bytes:
         def read() -> bytes:
             try:
                 file = _kept_open(name, int(self._index.shard_bytes[shard]))  # held: it must stay open meanwhile
@@ -244,15 +306,17 @@ class ShardSource:
                 self.release()
                 raise
 
-        name = self._shards[shard]
-        return retry(read, f"shard {name!r} cannot be read", "restore it and continue with --resume auto")
+        data = retry(read, f"shard {name!r} cannot be read", "restore it and continue with --resume auto")
+        if len(data) < size:
+            raise DecodeError(self.key(index), "its shard ends before it does")
+        return data
 
 
-def open_shards(shards: Sequence[str], *, name: str, progress: bool = True) -> ShardSource:
+def open_shards(shards: Sequence[str], *, name: str) -> ShardSource:
     """A source from local or remote shards; those that no index describes are scanned once."""
     places = _described(shards)
     unknown = [i for i, place in enumerate(places) if place is None]
-    with ThreadPoolExecutor(8) as pool, progress_bar(f"indexing {name}", len(unknown), progress, "shards") as advance:
+    with ThreadPoolExecutor(8) as pool, progress_bar(f"indexing {name}", len(unknown), unit="shards") as advance:
         for i, part in zip(unknown, pool.map(_scan_once, [shards[i] for i in unknown]), strict=True):
             places[i] = part, 0
             advance(1)
@@ -292,24 +356,20 @@ def _described(shards: Sequence[str]) -> list[tuple[ShardIndex, int] | None]:
         folder, base = _split(shard)
         place = f"{folder}{base.removesuffix('.tar').rstrip('0123456789').rstrip('-_')}-index.safetensors"
         if place not in indices:
-            written = _written_index(place)
-            indices[place] = {name: (written, i) for i, name in enumerate(written.shards)} if written else {}
+            indices[place] = {}
+            try:
+                written = ShardIndex.load(place)
+                indices[place] = {name: (written, i) for i, name in enumerate(written.shards)}
+            except ValueError as error:
+                _warn(f"{error}; the shards are scanned instead")
+            except OSError:  # there is none
+                pass
         known = indices[place].get(base)
         if known and not is_remote(shard) and Path(shard).stat().st_size != int(known[0].shard_bytes[known[1]]):
             _warn(f"{shard} is not the file that its index describes; it is scanned instead")
             known = None
         found.append(known)
     return found
-
-
-def _written_index(place: str) -> ShardIndex | None:
-    try:
-        return ShardIndex.load(place)
-    except OSError:
-        return None
-    except ValueError as error:
-        _warn(f"{error}; the shards are scanned instead")
-        return None
 
 
 def _scan_once(shard: str) -> ShardIndex:
@@ -324,7 +384,7 @@ def _scan_once(shard: str) -> ShardIndex:
             return ShardIndex.load(kept)
         except (ValueError, OSError):  # not scanned before
             with _open(shard) as file:
-                index = scanned(file, _split(shard)[1])
+                index = scan(file, _split(shard)[1])
     except OSError as error:
         raise ValueError(f"shard {shard!r} cannot be read ({error.strerror or error}); restore it") from error
     with suppress(OSError):  # a full or read-only home only means scanning again

@@ -17,7 +17,7 @@ from urllib.error import URLError
 
 import numpy as np
 
-from patchmix.data.contract import Encoded, Source, Split
+from patchmix.data.contract import EncodedSource, Source, Split
 from patchmix.data.decode import DecodeError, pixel_channels
 from patchmix.data.folder import FolderSource, class_names
 from patchmix.data.memory import InMemorySource, from_array, in_memory
@@ -32,11 +32,9 @@ FORMS = (
     f"a name ({', '.join(NAMES)}), a folder of images, a folder with train/ and val/, a parquet file or folder, "
     "or .tar shards (a folder, a pattern, URLs)"
 )
-_SPLITS: tuple[Split, ...] = ("train", "test")
+SPLITS: tuple[Split, ...] = ("train", "test")
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("val", "validation", "test")}
 _CIFAR = ("cifar10", "cifar100")
-
-Openers = dict[Split, Callable[[], Source]]
 
 
 def open_source(
@@ -45,18 +43,17 @@ def open_source(
     *,
     class_folders: bool = False,
     cache_bytes: int = 2 << 30,
-    progress: bool = True,
     in_chans: int = 3,
 ) -> Source:
     """Open one split of `data` for an encoder of `in_chans`; kept decoded in shared memory up to `cache_bytes`.
 
     `class_folders`: in a folder without train/, the first-level sub-folders are classes if all images lie in them.
     """
-    openers = _openers(data, class_folders, progress)
+    openers = _openers(data, class_folders)
     if split not in openers:
         raise ValueError(f"{str(data)!r} has no split {split!r}; it has {', '.join(map(repr, openers))}")
     source, channels = openers[split](), pixel_channels(in_chans)
-    if isinstance(source, Encoded):
+    if isinstance(source, EncodedSource):
         source.channels = channels
     elif len(source):
         with suppress(DecodeError):  # said elsewhere
@@ -65,7 +62,7 @@ def open_source(
                     f"{source.name} has images of {found} channels, the encoder takes {in_chans}; "
                     f"train one with --in-chans {found}"
                 )
-    return in_memory(source, cache_bytes, progress)
+    return in_memory(source, cache_bytes)
 
 
 def has_split(data: str | Path, split: Split) -> bool:
@@ -73,9 +70,9 @@ def has_split(data: str | Path, split: Split) -> bool:
     return split in _openers(data)
 
 
-def _openers(data: str | Path, class_folders: bool = False, progress: bool = True) -> Openers:
+def _openers(data: str | Path, class_folders: bool = False) -> dict[Split, Callable[[], Source]]:
     """The splits that `data` has, and how to open each; raises ValueError when it is nothing we know."""
-    titles = {split: f"{data} ({split})" for split in _SPLITS}
+    titles = {split: f"{data} ({split})" for split in SPLITS}
     if str(data).partition(":")[0] == "shapes":
         if (match := re.fullmatch(r"shapes(:0*[1-9]\d*)?", str(data))) is None:
             raise ValueError(f"{data!r} needs a number of training images after the colon, such as 'shapes:5000'")
@@ -85,13 +82,13 @@ def _openers(data: str | Path, class_folders: bool = False, progress: bool = Tru
         return {split: lambda source=source: source for split, source in given(str(data)).items()}  # type: ignore[misc]
     root = None if names_shards(str(data)) else _local(data)
     if root is None and data in _CIFAR:
-        return {split: partial(_cifar_source, str(data), split) for split in _SPLITS}
+        return {split: partial(_cifar_source, str(data), split) for split in SPLITS}
     if root is not None and (files := _parquet_files(root)):
         return {split: partial(ParquetSource, paths, name=titles[split]) for split, paths in files.items()}
     if root is not None and root.is_file():
         raise ValueError(f"{str(data)!r} is a file that is neither parquet nor a .tar; DATA is {FORMS}")
     if shards := find_shards(str(data)) if root is None else shards_in(root):
-        return {s: partial(open_shards, names, name=titles[s], progress=progress) for s, names in shards.items()}
+        return {s: partial(open_shards, names, name=titles[s]) for s, names in shards.items()}
     assert root is not None, "shards are found, or an error is raised"
     found = {split: [root / name for name in names if (root / name).is_dir()] for split, names in _FOLDERS.items()}
     folders = {split: places[0] for split, places in found.items() if places}

@@ -84,13 +84,15 @@ class Views:
 
     def __call__(self, images: Sequence[Pixels | Reduced], *, epoch: int, indices: Indices) -> list[Pixels]:
         whole = [(image.height, image.width) if isinstance(image, Reduced) else image.shape[:2] for image in images]
-        sizes = np.array(whole, np.int64).reshape(-1, 2)
         pixels = [image.pixels if isinstance(image, Reduced) else image for image in images]
-        views = []
-        for number, view in enumerate(self.views):
-            drawn = draw_parameters(view, sizes, uniforms(DRAWS, self.seed, epoch, indices, number))
-            views.append(render(view, pixels, _at_scale(drawn, images)))
-        return views
+        sizes, held = (np.array(s, np.int64).reshape(-1, 2) for s in (whole, [image.shape[:2] for image in pixels]))
+        drawn = [replace(d, box=_at_scale(d.box, sizes, held)) for d in self.draw(sizes, epoch, indices)]
+        return [render(view, pixels, parameters) for view, parameters in zip(self.views, drawn, strict=True)]
+
+    def draw(self, sizes: Indices, epoch: int, indices: Indices) -> "list[Parameters]":
+        """What happens to images of these sizes, (N, 2), in each view."""
+        draws = [uniforms(DRAWS, self.seed, epoch, indices, number) for number in range(len(self.views))]
+        return [draw_parameters(view, sizes, draw) for view, draw in zip(self.views, draws, strict=True)]
 
     def reduction(self, height: int, width: int, *, epoch: int, index: int) -> int:
         """The smallest scale, 1 / (1, 2, 4 or 8), that is fine enough for the image's crops in all views."""
@@ -232,18 +234,12 @@ def _crop_boxes(view: View, sizes: Indices, draw: Floats) -> Indices:
     return np.stack([top, left, h, w], axis=1)
 
 
-def _at_scale(parameters: Parameters, images: Sequence[Pixels | Reduced]) -> Parameters:
-    """The boxes of reduced images in their own pixels, with edges to the nearest one."""
-    box = parameters.box.copy()
-    for i, image in enumerate(images):
-        if isinstance(image, Reduced):
-            rows, columns = image.pixels.shape[:2]
-            reduction = round(image.height / rows)
-            top, left, height, width = box[i].tolist()
-            first, start = round(top / reduction), round(left / reduction)
-            last, end = min(rows, round((top + height) / reduction)), min(columns, round((left + width) / reduction))
-            box[i] = first, start, last - first, end - start
-    return replace(parameters, box=box)
+def _at_scale(box: Indices, sizes: Indices, held: Indices) -> Indices:
+    """Boxes in images of `sizes`, (N, 2), in the pixels of what is held of them, with edges to the nearest one."""
+    reduction = np.rint(sizes[:, :1] / held[:, :1])  # (N, 1)
+    start = np.rint(box[:, :2] / reduction)
+    end = np.minimum(np.rint((box[:, :2] + box[:, 2:]) / reduction), held)
+    return np.concatenate([start, end - start], axis=1).astype(np.int64)
 
 
 def render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixels:

@@ -11,20 +11,21 @@ import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 from filelock import FileLock, Timeout
 
-from patchmix.data.contract import Encoded, Indices, Source, Split, groups_of
+from patchmix.data.contract import EncodedSource, Indices, Source, Split, groups_of
 from patchmix.data.decode import DecodeError, Pixels, size_of, to_picture
 from patchmix.data.memory import some_positions
 from patchmix.data.randomness import Order, permutation
-from patchmix.data.shards import ShardIndex, join, scanned
-from patchmix.data.sources import has_split, open_source
+from patchmix.data.shards import ShardIndex, join, scan
+from patchmix.data.sources import SPLITS, has_split, open_source
 from patchmix.files import UNFINISHED, write_text, writing
 from patchmix.progress import progress_bar
 from patchmix.settings import Shards
@@ -34,20 +35,6 @@ _SEED = 0  # of the order in which samples are written
 _WEIGHED = 256  # samples whose mean size stands for all
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
 _MAGIC = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM", "bmp"))
-
-
-@dataclass(frozen=True)
-class Job:
-    """What decides every byte of the shards."""
-
-    data: str
-    fingerprint: str
-    split: Split
-    samples: int
-    per_shard: int
-    shuffle: bool
-    quality: int | None
-    version: int = 1
 
 
 @dataclass(frozen=True)
@@ -61,37 +48,28 @@ class Written:
     bytes: int
 
 
-def shards(settings: Shards) -> list[Written]:
-    """`patchmix shards`: write, and print what was written."""
-    written = write_shards(settings)
-    for done in written:
-        print(f"{done.split}: {done.samples:,} images in {done.shards:,} shards, {done.bytes / 1e6:,.1f} MB, checked")
+def write_shards(settings: Shards) -> list[Written]:
+    """`patchmix shards`: OUT/train-000000.tar … with train-index.safetensors, and the same for the test split.
+
+    Files keep their bytes; pixels that come without a file become PNG. What was written is checked and printed.
+    """
+    if settings.shard_size is not None and settings.per_shard is not None:
+        raise ValueError("both a shard size and a number per shard are given; use --shard-size or --per-shard")
+    size = parse_bytes(settings.shard_size or "256MB")
+    written = []
+    for split in [settings.split] if settings.split else [split for split in SPLITS if has_split(settings.data, split)]:
+        source = open_source(settings.data, split, class_folders=True, cache_bytes=0)
+        if len(source) and source.key(0).endswith(".npy"):
+            raise ValueError(f"{source.name} holds .npy files, shards hold image files; train from the folder itself")
+        count = settings.per_shard or max(1, min(len(source), round(size / _mean_bytes(source, settings.quality))))
+        with _alone(settings.out):
+            done = _write_split(source, split, count, settings)
+        written.append(done)
+        print(f"{split}: {done.samples:,} images in {done.shards:,} shards, {done.bytes / 1e6:,.1f} MB, checked")
         for text in done.left_out[:5]:
             print(f"  skipped: {text}")
         if len(done.left_out) > 5:
             print(f"  skipped: {len(done.left_out) - 5} more")
-    return written
-
-
-def write_shards(settings: Shards, *, progress: bool = True) -> list[Written]:
-    """Writes OUT/train-000000.tar … with train-index.safetensors, the same for the test split, and checks them.
-
-    Files keep their bytes; pixels that come without a file become PNG.
-    """
-    data, per_shard, quality = settings.data, settings.per_shard, settings.quality
-    if settings.shard_size is not None and per_shard is not None:
-        raise ValueError("both a shard size and a number per shard are given; use --shard-size or --per-shard")
-    size = parse_bytes(settings.shard_size or "256MB")
-    both: tuple[Split, ...] = ("train", "test")
-    written = []
-    for split in [settings.split] if settings.split else [split for split in both if has_split(data, split)]:
-        source = open_source(data, split, class_folders=True, cache_bytes=0, progress=progress)
-        if len(source) and source.key(0).endswith(".npy"):
-            raise ValueError(f"{source.name} holds .npy files, shards hold image files; train from the folder itself")
-        count = per_shard or max(1, min(len(source), round(size / _mean_bytes(source, quality))))
-        job = Job(str(data), source.fingerprint(), split, len(source), count, settings.shuffle, quality)
-        with _alone(Path(settings.out)):
-            written.append(_write_split(source, Path(settings.out), job, settings.workers, progress))
     return written
 
 
@@ -119,43 +97,54 @@ def _alone(out: Path) -> Iterator[None]:
         raise ValueError(f"another call writes to {str(out)!r}; wait for it, or give another --out") from error
 
 
-def _write_split(source: Source, out: Path, job: Job, workers: int, progress: bool) -> Written:
-    _claim(out, job)
-    order = _order(source, job.shuffle)
-    names = [f"{job.split}-{number:06d}.tar" for number in range(-(-job.samples // job.per_shard))]
+def _write_split(source: Source, split: Split, per_shard: int, settings: Shards) -> Written:
+    out, quality = settings.out, settings.quality
+    job = {  # what decides every byte of the shards
+        "data": str(settings.data),
+        "fingerprint": source.fingerprint(),
+        "split": split,
+        "samples": len(source),
+        "per_shard": per_shard,
+        "shuffle": settings.shuffle,
+        "quality": quality,
+        "version": 1,
+    }
+    _claim(out, split, job)
+    order = _order(source, settings.shuffle)
+    names = [f"{split}-{number:06d}.tar" for number in range(-(-len(source) // per_shard))]
     left_out: list[str] = []
     with (
-        ThreadPoolExecutor(workers) as pool,
-        progress_bar(f"writing {source.name} to {out}", job.samples, progress) as advance,
+        ThreadPoolExecutor(settings.workers) as pool,
+        progress_bar(f"writing {source.name} to {out}", len(source)) as advance,
     ):
         for number, name in enumerate(names):
-            positions = order[number * job.per_shard : (number + 1) * job.per_shard].tolist()
+            positions = order[number * per_shard : (number + 1) * per_shard].tolist()
             if not (out / name).exists():  # by an earlier call
                 with writing(out / name) as file, tarfile.open(fileobj=file, mode="w") as tar:
-                    files = pool.map(partial(_image_file, source, job.quality), positions)
+                    files = pool.map(partial(_image_file, source, quality), positions)
                     for position, image in zip(positions, files, strict=True):
                         if isinstance(image, DecodeError):
                             left_out.append(str(image))
                         else:
                             _add_sample(tar, source, position, *image)
             advance(len(positions))
-    index = _index(out, names, source, job, left_out, progress)
-    index.save(out / f"{job.split}-index.safetensors")
-    return Written(job.split, len(names), len(index.offsets), tuple(sorted(left_out)), int(index.shard_bytes.sum()))
+    index = _index(out, names, source, len(left_out))
+    index.save(out / f"{split}-index.safetensors")
+    return Written(split, len(names), len(index.offsets), tuple(sorted(left_out)), int(index.shard_bytes.sum()))
 
 
-def _claim(out: Path, job: Job) -> None:
+def _claim(out: Path, split: Split, job: dict[str, Any]) -> None:
     """Makes `out` this job's; raises ValueError if it holds anything else. Removes what an interrupted call began."""
-    record = out / f"{job.split}-job.json"
+    record = out / f"{split}-job.json"
     try:
         before = json.loads(record.read_text("utf-8"))
     except (OSError, ValueError):
         before = None
-    same = isinstance(before, dict) and {**before, "data": job.data} == asdict(job)  # the data may have moved
-    split = "(train|test)" if same else "test" if job.split == "train" else "train"
-    known = re.compile(rf"{split}-(\d{{6}}\.tar|index\.safetensors|job\.json)|\{_LOCK}")
+    same = isinstance(before, dict) and {**before, "data": job["data"]} == job  # the data may have moved
+    splits = "(train|test)" if same else "test" if split == "train" else "train"
+    known = re.compile(rf"{splits}-(\d{{6}}\.tar|index\.safetensors|job\.json)|\{_LOCK}")
     for path in sorted(out.iterdir()):
-        if path.name.startswith(f".{job.split}-") and path.name.endswith(UNFINISHED):
+        if path.name.startswith(f".{split}-") and path.name.endswith(UNFINISHED):
             path.unlink()
         elif not known.fullmatch(path.name):
             raise ValueError(
@@ -163,7 +152,7 @@ def _claim(out: Path, job: Job) -> None:
                 "or the same data and settings to continue"
             )
     if not same:
-        write_text(record, json.dumps(asdict(job), indent=2) + "\n")
+        write_text(record, json.dumps(job, indent=2) + "\n")
 
 
 def _order(source: Source, shuffle: bool) -> Indices:
@@ -198,7 +187,7 @@ def _image_file(source: Source, quality: int | None, position: int) -> tuple[byt
     try:
         if quality is not None:
             return _encode(to_picture(source.load(position)), ".jpg", cv2.IMWRITE_JPEG_QUALITY, quality), "jpg"
-        if not isinstance(source, Encoded):
+        if not isinstance(source, EncodedSource):
             pixels = source.load(position)
             pixels = pixels if pixels.dtype.kind == "u" else to_picture(pixels)
             return _encode(pixels, ".png", cv2.IMWRITE_PNG_COMPRESSION, 6), "png"
@@ -215,20 +204,20 @@ def _encode(pixels: Pixels, kind: str, option: int, value: int) -> bytes:
     return bytes(data.tobytes())
 
 
-def _index(out: Path, names: list[str], source: Source, job: Job, left_out: list[str], progress: bool) -> ShardIndex:
+def _index(out: Path, names: list[str], source: Source, left_out: int) -> ShardIndex:
     """Reads the shards back; raises ValueError where they do not hold what they should."""
     parts = []
-    with progress_bar(f"checking {out}", len(names), progress, "shards") as advance:
+    with progress_bar(f"checking {out}", len(names), unit="shards") as advance:
         for name in names:
             with (out / name).open("rb", buffering=0) as file:
-                parts.append(scanned(file, name))
+                parts.append(scan(file, name))
             advance(1)
     index = join(parts)
     damaged = [f"{name} ({text})" for name, text in zip(index.shards, index.skipped, strict=True) if text]
     numbers = np.array([int(index.name(i)[:9]) for i in range(len(index.offsets))], np.int64)
-    missing = job.samples - len(np.unique(numbers))
+    missing = len(source) - len(np.unique(numbers))
     wrong = source.labels is not None and not np.array_equal(index.labels, source.labels[numbers])
-    if damaged or wrong or missing < len(left_out):
-        what = damaged[0] if damaged else f"{len(numbers)} samples, {missing} missing, {len(left_out)} skipped"
+    if damaged or wrong or missing < left_out:
+        what = damaged[0] if damaged else f"{len(numbers)} samples, {missing} missing, {left_out} skipped"
         raise ValueError(f"the shards in {str(out)!r} do not hold what was written ({what}); remove them, write again")
     return replace(index, classes=source.classes)

@@ -26,7 +26,7 @@ def show_mix(settings: ShowMix) -> list[Path]:
     check_suffix(settings.out)
     if settings.images < 2:
         raise ValueError(f"{settings.images} image can't be mixed; use at least 2")
-    source = open_source(settings.data, "train", cache_bytes=0, progress=False)
+    source = open_source(settings.data, "train", cache_bytes=0)
     images = crop_batch(source, spread(len(source), settings.images), settings.size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)

@@ -35,7 +35,7 @@ def open_images(data: str | Path | Sequence[Path], limit: int | None = None, *, 
         files.channels = pixel_channels(in_chans)
         return files
     split: Split = "test" if has_split(data, "test") else "train"
-    source = open_source(data, split, class_folders=True, cache_bytes=0, progress=False, in_chans=in_chans)
+    source = open_source(data, split, class_folders=True, cache_bytes=0, in_chans=in_chans)
     return source if limit is None or limit >= len(source) else Subset(source, limit)
 
 
