@@ -29,12 +29,7 @@ _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _SPECIAL_CHUNKS = (b"tRNS", b"eXIf", b"acTL")  # of PNG: a transparent color, orientation, animation
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is said once, by DecodeError
 
-_FLAGS = {
-    1: cv2.IMREAD_COLOR,
-    2: cv2.IMREAD_REDUCED_COLOR_2,
-    4: cv2.IMREAD_REDUCED_COLOR_4,
-    8: cv2.IMREAD_REDUCED_COLOR_8,
-}
+_REDUCED_FLAGS = {2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4, 8: cv2.IMREAD_REDUCED_COLOR_8}
 
 
 class DecodeError(ValueError):
@@ -75,7 +70,7 @@ def decode(data: bytes, key: str, reduction: int = 1) -> Pixels:
         _check_size(header.height, header.width, key)
         # If the file's end is missing, Pillow says what is wrong, where OpenCV prints to stderr on its own.
         if header.simple and _is_complete(data):
-            pixels = _imdecode(data, _FLAGS[reduction])
+            pixels = _imdecode(data, _REDUCED_FLAGS.get(reduction, cv2.IMREAD_COLOR))
             if pixels is not None and pixels.shape[:2] == (
                 -(-header.height // reduction),
                 -(-header.width // reduction),
@@ -248,11 +243,14 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
 def read_header(data: bytes) -> Header | None:
     """Size and kind from the first bytes of a JPEG or PNG; None where it takes Pillow to read them."""
     try:
-        if data.startswith(_JPEG):
-            return _jpeg_header(data)
-        return _png_header(data) if data.startswith(_PNG) else None
+        if not data.startswith(_PNG):
+            return _jpeg_header(data) if data.startswith(_JPEG) else None
+        width, height, depth, color = struct.unpack_from(">IIBB", data, 16)
     except (IndexError, struct.error):  # cut off inside its header
         return None
+    # A chance match inside the compressed pixels only means the slower way.
+    simple = depth == 8 and color in (0, 2) and not any(chunk in data for chunk in _SPECIAL_CHUNKS)
+    return Header(height, width, simple)
 
 
 def _jpeg_header(data: bytes) -> Header | None:
@@ -269,14 +267,6 @@ def _jpeg_header(data: bytes) -> Header | None:
             return Header(height, width, simple and precision == 8 and channels in (1, 3))
         position += 2 + length
     return None
-
-
-def _png_header(data: bytes) -> Header:
-    width, height, depth, color = struct.unpack_from(">IIBB", data, 16)
-    simple = depth == 8 and color in (0, 2)
-    # A chance match inside the compressed pixels only means the slower way.
-    simple = simple and not any(chunk in data for chunk in _SPECIAL_CHUNKS)
-    return Header(height, width, simple)
 
 
 def _is_complete(data: bytes) -> bool:

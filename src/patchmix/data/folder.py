@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,9 @@ class FolderSource(EncodedSource):
         if self._fingerprint is None:
             digest = hashlib.sha256(b"folder\0")
             for index in range(len(self)):
-                try:
+                size = -1
+                with suppress(OSError):  # vanished or unreadable: its name still counts
                     size = self._path(index).stat().st_size
-                except OSError:  # vanished or unreadable: its name still counts
-                    size = -1
                 digest.update(self._paths[index].as_py() + b"\0%d\0" % size)
             self._fingerprint = digest.hexdigest()[:32]
         return self._fingerprint
@@ -113,14 +113,11 @@ def class_names(root: Path) -> tuple[str, ...] | None:
 
 def _label(paths: list[bytes], classes: tuple[str, ...], root: Path) -> Labels:
     number = {os.fsencode(name): label for label, name in enumerate(classes)}
-    labels = np.empty(len(paths), np.int64)
-    for index, path in enumerate(paths):
-        folder, slash, _ = path.partition(b"/")
-        if not slash or folder not in number:
-            shown = os.fsdecode(folder if slash else path)
+    folders = [path.partition(b"/")[0] for path in paths]
+    for folder in folders:
+        if folder not in number:
             raise ValueError(
-                f"{shown!r} in {str(root)!r} is not one of the {len(classes)} class folders of the training split; "
-                "move or remove it"
+                f"{os.fsdecode(folder)!r} in {str(root)!r} is not one of the {len(classes)} class folders of the "
+                "training split; move or remove it"
             )
-        labels[index] = number[folder]
-    return labels
+    return np.array([number[folder] for folder in folders], np.int64)

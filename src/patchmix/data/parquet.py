@@ -92,15 +92,10 @@ class ParquetSource(EncodedSource):
             file, number = self._owners[group]
             # Opened again each time: a handle shared with a forked parent would share its position.
             table = _open(self._files[file]).read_row_group(number, columns=[self._image_column], use_threads=False)
-            column = table.column(0).combine_chunks()
-            if isinstance(column, pa.ChunkedArray):
-                column = column.chunk(0)
-            if pa.types.is_struct(column.type):
-                column = column.field("bytes")
-            self._groups[group] = column
-            while len(self._groups) > 1 and sum(c.nbytes for c in self._groups.values()) > _CACHED_BYTES:
+            self._groups[group] = table.flatten().column(0)  # of a struct, its bytes
+            while len(self._groups) > 1 and sum(column.nbytes for column in self._groups.values()) > _CACHED_BYTES:
                 self._groups.popitem(last=False)
-            return column
+            return self._groups[group]
 
 
 def _read_labels(files: Sequence[Path], name: str) -> Labels | None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from patchmix.data.decode import Pixels, to_unit
+from patchmix.data.decode import Pixels, is_rgb8, to_unit
 
 Matrix = npt.NDArray[np.float32]
 
@@ -39,25 +39,22 @@ def resize(image: Pixels, height: int, width: int) -> Pixels:
     if not is_rgb8(image):
         values = to_unit(image)
         if (rows, columns) != (height, width):
-            planes = torch.from_numpy(values)[None].permute(0, 3, 1, 2)
-            planes = F.interpolate(planes, size=(height, width), mode="bicubic", antialias=True)
-            values = planes[0].permute(1, 2, 0).numpy()
-        return np.ascontiguousarray(values if image.dtype == np.float32 and image.shape[2] != 3 else values.clip(0, 1))
+            values = _interpolate(values, height, width)
+        return values if image.dtype == np.float32 and image.shape[2] != 3 else values.clip(0, 1)
     if rows == height and columns == width:
         return image.copy()
     if max(rows, columns, height, width) <= _SMALL:
         return _resize_small(image, rows, columns, height, width)
-    if not image.flags.writeable:
-        image = image.copy()  # torch warns of memory that it must not write to
-    # (1, 3, H, W) with the strides of a channels-last batch, its first one included: only then does torch return
+    # torch warns of memory that it must not write to.
+    return _interpolate(image if image.flags.writeable else image.copy(), height, width)
+
+
+def _interpolate(image: Pixels, height: int, width: int) -> Pixels:
+    # (1, C, H, W) with the strides of a channels-last batch, its first one included: only then does torch return
     # channels-last too, at half the cost.
     batch = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     resized = F.interpolate(batch, size=(height, width), mode="bicubic", antialias=True)
     return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
-
-
-def is_rgb8(image: Pixels) -> bool:
-    return image.dtype == np.uint8 and image.shape[2] == 3
 
 
 def _resize_small(image: Pixels, rows: int, columns: int, height: int, width: int) -> Pixels:

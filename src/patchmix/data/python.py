@@ -8,6 +8,7 @@ array (H, W, C) or (H, W), or a tensor (C, H, W); uint8, uint16 or floats, which
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +68,18 @@ def _source(data: Any, split: str) -> Source:
 
 
 def _array(images: Any, labels: Labels | None, title: str) -> Source:
-    pixels = np.ascontiguousarray(_all_pixels(images))
-    if labels is not None and len(labels) != len(pixels):
-        raise ValueError(f"there are {len(pixels)} images and {len(labels)} labels; give one label for each image")
-    digest = hashlib.sha256(pixels.data)
-    digest.update(repr(pixels.shape).encode() + (b"" if labels is None else labels.tobytes()))
-    return from_array(pixels, labels, None, name=title, prefix="array", fingerprint=digest.hexdigest()[:32])
-
-
-def _all_pixels(images: Any) -> Pixels:
-    """(N, H, W, C) of an array of images, in one of the forms above."""
     if images.ndim not in (3, 4) or len(images) == 0:
         raise ValueError(
             f"the array has the shape {tuple(images.shape)}; expected (N, H, W, C), or (N, C, H, W) as tensor"
         )
     found = [pixels_of(image) for image in images]
     same = len({pixels.dtype for pixels in found}) == 1
-    return np.stack(found if same else [to_unit(pixels) for pixels in found])
+    pixels = np.stack(found if same else [to_unit(pixels) for pixels in found])
+    if labels is not None and len(labels) != len(pixels):
+        raise ValueError(f"there are {len(pixels)} images and {len(labels)} labels; give one label for each image")
+    digest = hashlib.sha256(pixels.data)
+    digest.update(repr(pixels.shape).encode() + (b"" if labels is None else labels.tobytes()))
+    return from_array(pixels, labels, None, name=title, prefix="array", fingerprint=digest.hexdigest()[:32])
 
 
 def pixels_of(image: Any, key: str = "an image") -> Pixels:
@@ -107,58 +103,56 @@ def pixels_of(image: Any, key: str = "an image") -> Pixels:
 
 
 def _hugging_face(data: Any, title: str) -> Source:
-    names = {name: type(feature).__name__ for name, feature in data.features.items()}
-    images = [name for name, kind in names.items() if kind == "Image"] or [n for n in ("image", "img") if n in names]
-    if not images:
-        raise ValueError(f"none of the columns {', '.join(names)} holds images; cast one to datasets.Image()")
-    labels = [n for n, kind in names.items() if kind == "ClassLabel"] or [n for n in ("label", "labels") if n in names]
-    column, classes = images[0], None
-    if labels:
-        classes = tuple(getattr(data.features[labels[0]], "names", None) or ()) or None
-    found = np.asarray(data[labels[0]], np.int64) if labels else None
-    identity = getattr(data, "_fingerprint", None)
-    return Items(len(data), lambda i: data[i][column], found, classes, name=title, identity=identity)
+    kinds = {name: type(feature).__name__ for name, feature in data.features.items()}
+
+    def column(kind: str, *names: str) -> str | None:
+        of_kind = [name for name in kinds if kinds[name] == kind]
+        return next(iter(of_kind or [name for name in names if name in kinds]), None)
+
+    image, label = column("Image", "image", "img"), column("ClassLabel", "label", "labels")
+    if image is None:
+        raise ValueError(f"none of the columns {', '.join(kinds)} holds images; cast one to datasets.Image()")
+    labels = None if label is None else np.asarray(data[label], np.int64)
+    classes = tuple(getattr(data.features.get(label), "names", None) or ()) or None
+    return Items(title, len(data), lambda i: data[i][image], labels, classes, getattr(data, "_fingerprint", None))
 
 
 def _dataset(data: Any, title: str) -> Source:
     if len(data) == 0:
         raise ValueError(f"{title} is empty; give at least one image")
-    first = data[0]
-    if not isinstance(first, tuple | list):
-        return Items(len(data), lambda i: data[i], None, None, name=title)
+    if not isinstance(data[0], tuple | list):
+        return Items(title, len(data), lambda i: data[i])
     labels = next((getattr(data, name) for name in ("targets", "labels") if hasattr(data, name)), None)
     if labels is None or len(labels) != len(data):
-        with progress_bar(f"labels of {title}", len(data), True) as advance:
+        with progress_bar(f"labels of {title}", len(data)) as advance:
             labels = [(data[i][1], advance(1))[0] for i in range(len(data))]
     classes = getattr(data, "classes", None)
     names = tuple(map(str, classes)) if isinstance(classes, list | tuple) else None
-    return Items(len(data), lambda i: data[i][0], np.asarray(labels, np.int64), names, name=title)
+    return Items(title, len(data), lambda i: data[i][0], np.asarray(labels, np.int64), names)
 
 
+@dataclass(eq=False)
 class Items:
     """Images that a function gives by their position; one call at a time: not every dataset supports more."""
 
-    def __init__(
-        self,
-        length: int,
-        item: Callable[[int], Any],
-        labels: Labels | None,
-        classes: tuple[str, ...] | None,
-        *,
-        name: str,
-        identity: str | None = None,
-    ) -> None:
-        self._length, self._item, self.labels, self.classes, self.name = length, item, labels, classes, name
+    name: str
+    length: int
+    item: Callable[[int], Any]
+    labels: Labels | None = None
+    classes: tuple[str, ...] | None = None
+    identity: str | None = None  # the fingerprint; by default that of a sample
+
+    def __post_init__(self) -> None:
         self._one_at_a_time = threading.Lock()
-        self._fingerprint = identity or self._of_a_sample()
+        self._fingerprint = self.identity or self._of_a_sample()
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def load(self, index: int) -> Pixels:
         try:
             with self._one_at_a_time:
-                return pixels_of(self._item(index), self.key(index))
+                return pixels_of(self.item(index), self.key(index))
         except ValueError as error:
             raise error if isinstance(error, DecodeError) else DecodeError(self.key(index), str(error)) from error
 
@@ -169,8 +163,8 @@ class Items:
         return self._fingerprint
 
     def _of_a_sample(self) -> str:
-        digest = hashlib.sha256(f"{self._length}".encode() + (b"" if self.labels is None else self.labels.tobytes()))
-        for index in np.linspace(0, self._length - 1, min(_SAMPLED, self._length)).round().astype(int).tolist():
+        digest = hashlib.sha256(f"{self.length}".encode() + (b"" if self.labels is None else self.labels.tobytes()))
+        for index in np.linspace(0, self.length - 1, min(_SAMPLED, self.length)).round().astype(int).tolist():
             try:
                 digest.update(self.load(index).tobytes())
             except DecodeError:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.error import URLError
 
 import numpy as np
@@ -106,30 +105,24 @@ def _open_split(folders: dict[Split, Path], split: Split, title: str) -> Source:
 
 def _local(data: str | Path) -> Path | None:
     """The path that `data` means; None for a set that torchvision holds or fetches."""
-    if data in _CIFAR:
-        folder = _find_folder(str(data))
-        return folder if folder is not None and _parquet_files(folder) else None
-    if data == "imagenet":
-        folder = _find_folder("imagenet")
-        if folder is None:
+    if data in (*_CIFAR, "imagenet"):
+        roots = _data_roots()
+        folder = next((root / data for root in roots if (root / data).is_dir()), None)
+        if folder is None and data == "imagenet":
             raise ValueError(
-                f"'imagenet' is not in {_places()}; set PATCHMIX_DATA to the folder that holds imagenet/train and "
-                "imagenet/val, or give that path itself"
+                f"'imagenet' is not in {', '.join(map(str, roots))}; set PATCHMIX_DATA to the folder that holds "
+                "imagenet/train and imagenet/val, or give that path itself"
             )
-        return folder
+        return folder if folder is not None and (data == "imagenet" or _parquet_files(folder)) else None
     path = Path(data).expanduser()
-    if not path.exists():
-        raise ValueError(_unknown(str(data), path))
-    return path
-
-
-def _unknown(data: str, path: Path) -> str:
-    close = difflib.get_close_matches(data, NAMES, n=1, cutoff=0.5)
+    if path.exists():
+        return path
+    close = difflib.get_close_matches(str(data), NAMES, n=1, cutoff=0.5)
     if not close and path.parent.is_dir():
         names = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)  # noqa: PTH208 (names are enough)
         close = [str(path.parent / name) for name in names]
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"data {data!r} is neither a name nor a path that exists; {hint}DATA is {FORMS}"
+    raise ValueError(f"data {str(data)!r} is neither a name nor a path that exists; {hint}DATA is {FORMS}")
 
 
 def _parquet_files(root: Path) -> dict[Split, list[str]]:
@@ -139,27 +132,31 @@ def _parquet_files(root: Path) -> dict[Split, list[str]]:
     return files_in(root, ".parquet")
 
 
-# --------------------------------------------------------------------------------------------------- sets known by name
-
-
 def _data_roots() -> list[Path]:
-    """Where named sets are looked for, in this order: $PATCHMIX_DATA, ./data, ~/.cache/patchmix."""
+    """Where sets known by name are looked for, in this order: $PATCHMIX_DATA, ./data, ~/.cache/patchmix."""
     chosen = os.environ.get("PATCHMIX_DATA")
-    roots = [Path("data"), Path("~/.cache/patchmix").expanduser()]
-    return [Path(chosen).expanduser(), *roots] if chosen else roots
-
-
-def _places() -> str:
-    return ", ".join(str(root) for root in _data_roots())
-
-
-def _find_folder(name: str) -> Path | None:
-    return next((root / name for root in _data_roots() if (root / name).is_dir()), None)
+    return [Path(root).expanduser() for root in ([chosen] if chosen else []) + ["data", "~/.cache/patchmix"]]
 
 
 def _cifar_source(name: str, split: Split) -> InMemorySource:
     """CIFAR-10 or CIFAR-100 in the authors' files, checked by md5, through torchvision."""
-    dataset = _open_cifar(name, train=split == "train")
+    from torchvision import datasets  # slow to import, and needed here only
+
+    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
+    roots = _data_roots()
+    held = [root / file for root in roots for file in (kind.filename, kind.base_folder) if (root / file).exists()]
+    root = held[0].parent if held else roots[0 if os.environ.get("PATCHMIX_DATA") else -1]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        dataset = kind(root, train=split == "train", download=not held or held[0].is_file())
+    except (URLError, OSError, RuntimeError) as error:
+        if held:
+            raise ValueError(f"{str(held[0])!r} is incomplete or damaged (md5 differs); remove it") from error
+        reason = getattr(error, "reason", None) or error
+        raise ValueError(
+            f"{name!r} is not in {', '.join(map(str, roots))} and cannot be downloaded ({reason}); put {kind.filename} "
+            "from https://www.cs.toronto.edu/~kriz/cifar.html there, or use 'shapes', which needs no files"
+        ) from error
     return from_array(
         np.asarray(dataset.data, np.uint8),
         np.asarray(dataset.targets, np.int64),
@@ -168,23 +165,3 @@ def _cifar_source(name: str, split: Split) -> InMemorySource:
         prefix=f"{name}-{split}",
         fingerprint=hashlib.sha256(f"{name}\0{split}\0{len(dataset.data)}".encode()).hexdigest()[:32],
     )
-
-
-def _open_cifar(name: str, *, train: bool) -> Any:
-    from torchvision import datasets  # slow to import, and needed here only
-
-    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
-    roots = _data_roots()
-    held = [root / name for root in roots for name in (kind.filename, kind.base_folder) if (root / name).exists()]
-    root = held[0].parent if held else roots[0 if os.environ.get("PATCHMIX_DATA") else -1]
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        return kind(root, train=train, download=not held or held[0].is_file())
-    except (URLError, OSError, RuntimeError) as error:
-        if held:
-            raise ValueError(f"{str(held[0])!r} is incomplete or damaged (md5 differs); remove it") from error
-        reason = getattr(error, "reason", None) or error
-        raise ValueError(
-            f"{name!r} is not in {_places()} and cannot be downloaded ({reason}); put {kind.filename} from "
-            "https://www.cs.toronto.edu/~kriz/cifar.html there, or use 'shapes', which needs no files"
-        ) from error

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from patchmix.data import pixels as operations
 from patchmix.data.contract import Indices
-from patchmix.data.decode import Pixels, Reduced, to_unit
+from patchmix.data.decode import Pixels, Reduced, is_rgb8, to_unit
 from patchmix.data.randomness import uniforms
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -135,7 +135,7 @@ def empty_batch(images: Sequence[Pixels], size: int) -> Pixels:
     counts = {image.shape[2] for image in images} or {3}
     if len(counts) > 1:
         raise ValueError(f"images have {' and '.join(map(str, sorted(counts)))} channels; all must have as many")
-    dtype = np.uint8 if all(map(operations.is_rgb8, images)) else np.float32
+    dtype = np.uint8 if all(map(is_rgb8, images)) else np.float32
     return np.empty((len(images), size, size, *counts), dtype)
 
 
