@@ -24,7 +24,7 @@ def experiments() -> Any:
     return module
 
 
-@pytest.mark.parametrize("group", ["views", "speed", "without", "methods", "mixes", "small", "hour", "day"])
+@pytest.mark.parametrize("group", ["views", "speed", "without", "methods", "mixes", "flips", "small", "hour", "day"])
 def test_every_training_is_a_known_one(experiments: Any, group: str) -> None:
     seen = set()
     for training in experiments.rows(group):

@@ -4,8 +4,8 @@
 
 DATA is a folder with CIFAR-10 as train.parquet and test.parquet. Every training runs on one thread, is evaluated by kNN
 and becomes a line of runs.csv. Two of these, one with `--only fast` and one with `--only mocov3`, train pairs side by
-side on two cores, so that both have the same load beside them. Groups `without`, `methods` and `mixes` never see the
-test images: their kNN is of each training image by all others.
+side on two cores, so that both have the same load beside them. Groups `without`, `methods`, `mixes` and `flips` never
+see the test images: their kNN is of each training image by all others.
 """
 
 import argparse
@@ -98,6 +98,9 @@ def rows(group: str) -> Iterator[Training]:
         for lr in ("2e-3", "1e-3", "4e-3"):
             for name, settings in CHOICES[group].items():
                 yield Training(f"lr {lr}, {name}", 0, "5min", f"{settings} --base-lr {lr}".strip(), tested=False)
+    elif group == "flips":  # all methods where the only augmentation is a flip
+        for name, settings in METHODS.items():
+            yield Training(name, 0, "5min", f"{settings} {VIEWS['flips']}".strip(), tested=False)
     elif group == "small":  # few images, many epochs
         for images in (1_000, 5_000, 20_000):
             yield Training(f"fast, {images} images", 0, "10min", "", slice(images))
@@ -106,7 +109,7 @@ def rows(group: str) -> Iterator[Training]:
         yield Training("fast", 0, HOURS[group], "")
         yield Training("mocov3", 0, HOURS[group], MOCO)
     else:
-        known = ", ".join(("views", "speed", "without", *CHOICES, "small", *HOURS))
+        known = ", ".join(("views", "speed", "without", *CHOICES, "flips", "small", *HOURS))
         raise SystemExit(f"group {group!r} is unknown; known: {known}")
 
 
