@@ -44,7 +44,7 @@ def on_device(images: np.ndarray, drawn: Parameters) -> np.ndarray:
 
 
 def on_cpu(images: np.ndarray, view: View, drawn: Parameters) -> np.ndarray:
-    return render(view, list(images), replace(drawn, flip=np.zeros(len(images), bool))).astype(np.float64)
+    return render(view, list(images), drawn._replace(flip=np.zeros(len(images), bool))).astype(np.float64)
 
 
 # In gray levels: rounding to 8 bits is 0.25 on average and 0.5 at most, for each operation. OpenCV's matrices are fixed
@@ -89,7 +89,7 @@ def test_every_order_is_its_own(small_images: np.ndarray) -> None:
     orders = np.array(list(permutations(range(4))))
     images = np.stack([small_images[7]] * 24)
     one = parameters(STRONG, 1)
-    same = {name: np.repeat(getattr(one, name), 24, axis=0) for name in one.__dataclass_fields__}
+    same = {name: np.repeat(values, 24, axis=0) for name, values in one._asdict().items()}
     strengths = {"brightness": np.full(24, 1.5), "contrast": np.full(24, 0.5), "saturation": np.full(24, 1.9)}
     drawn = Parameters(**{**same, **strengths, "hue": np.full(24, 60), "order": orders})
     ours, wanted = on_device(images, drawn), on_cpu(images, STRONG, drawn)
@@ -116,7 +116,7 @@ def test_hue_is_the_textbooks(small_images: np.ndarray) -> None:
 def test_blur_is_a_gaussian_with_a_mirrored_border(size: int) -> None:
     images = np.random.default_rng(0).integers(0, 256, (6, size, size, 3), dtype=np.uint8)
     sigmas = np.array([0.0, 0.1, 0.5, 1.0, 1.7, 2.0])
-    drawn = replace(parameters(PLAIN, 6), sigma=sigmas)
+    drawn = parameters(PLAIN, 6)._replace(sigma=sigmas)
     ours = on_device(images, drawn)
     for image, mine, sigma in zip(images, ours, sigmas.tolist(), strict=True):
         reach = int(np.ceil(3 * sigma))

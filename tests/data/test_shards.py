@@ -36,7 +36,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATCHMIX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(shard_files, "PAUSE", 0.0)
     monkeypatch.setattr(shards, "MAPPED", 0)  # every index is read as a large one is
-    monkeypatch.setattr(shards, "_CHECKED", 7)
     return tmp_path / "cache"
 
 

@@ -37,8 +37,7 @@ class DecodeError(ValueError):
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(key, reason)
-        self.key = key
-        self.reason = reason
+        self.key, self.reason = key, reason
 
     def __str__(self) -> str:
         return f"{self.key}: {self.reason}"

@@ -123,8 +123,6 @@ def one_pass(
 
     Samples that cannot be decoded are left out and named in `bad`.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch size {batch_size} must be at least 1; use --batch-size 64")
     positions = np.array_split(np.arange(len(source), dtype=np.int64), world_size)[rank]
     parts = [positions[start : start + batch_size] for start in range(0, len(positions), batch_size)]
     return _run(_Batches(source, transform), iter([(0, part) for part in parts]), workers=workers)

@@ -9,7 +9,7 @@ batch, L lanes.
 """
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MOST_LANES = 8  # processes that can read from groups of their own
 SORTED = 1 << 24  # a permutation of more is not built as a whole, which would take 24 bytes per sample
 _ROUNDS = 6  # of the Feistel network that computes single places of it
-_PLACES = 1 << 16  # of it that are computed at a time
 
 
 def _scramble(state: UInt64s) -> UInt64s:
@@ -89,44 +88,39 @@ class Order:
 
     def __init__(self, length: int, batch_size: int, seed: int, groups: Groups | None = None) -> None:
         self._length, self._batch_size, self._seed = length, batch_size, seed
-        self._bounds: Indices | None = None  # (G + 1,)
+        self._bounds: Indices = np.empty(0, np.int64)  # (G + 1,), with groups
         self.lanes = 1
         if groups is not None and len(groups.starts) > 1:
             self._bounds = groups.bounds(length)
             assert self._bounds[0] == 0 and bool((np.diff(self._bounds) >= 0).all()), "groups cover the source in order"
             self.lanes = lanes_for(batch_size, groups.window)
             self.window = max(1, groups.window // self.lanes)  # groups of one window
+        self._whole = lru_cache(1)(partial(permutation, length, seed))
         self._windows = lru_cache(1)(self._cut)
         self._samples = lru_cache(2 * self.lanes)(self._shuffled)  # a batch may end one window and begin the next
 
     def _cut(self, epoch: int) -> tuple[Indices, Indices]:
         """The groups in the order of the epoch: (G,), and where each window begins, with the end of the last one."""
-        if self._bounds is None:
-            size = self._length if self._length <= SORTED else _PLACES
-            return np.empty(0, np.int64), np.append(np.arange(0, self._length, max(1, size)), self._length)
         groups = permutation(len(self._bounds) - 1, self._seed, epoch, 0)
         starts = np.append(0, np.cumsum(np.diff(self._bounds)[groups]))
         return groups, np.append(starts[: -1 : self.window], self._length)
 
     def _shuffled(self, epoch: int, number: int) -> Indices:
         """The samples of a window."""
-        groups, starts = self._windows(epoch)
-        if self._bounds is None:
-            return permutation(self._length, self._seed, epoch, first=starts[number], stop=starts[number + 1])
+        groups, _ = self._windows(epoch)
         window = groups[number * self.window : (number + 1) * self.window].tolist()
         samples = np.concatenate([np.arange(self._bounds[g], self._bounds[g + 1]) for g in window])
         return samples[permutation(len(samples), self._seed, epoch, 1 + number)]
 
     def line(self, epoch: int, first: int = 0, stop: int | None = None) -> Indices:
         """All samples one after the other, or those from `first` to `stop`: (stop - first,)."""
-        _, starts = self._windows(epoch)
         stop = self._length if stop is None else min(stop, self._length)
-        parts = [np.empty(0, np.int64)]
-        number = int(np.searchsorted(starts, first, side="right")) - 1
-        while number < len(starts) - 1 and starts[number] < stop:
-            parts.append(self._samples(epoch, number)[max(0, first - starts[number]) : stop - starts[number]])
-            number += 1
-        return np.concatenate(parts)
+        if not len(self._bounds):
+            few = self._length <= SORTED
+            return self._whole(epoch)[first:stop] if few else self._whole(epoch, first=first, stop=stop)
+        _, starts = self._windows(epoch)
+        windows = range(np.searchsorted(starts, first, side="right") - 1, np.searchsorted(starts, stop))
+        return np.concatenate([self._samples(epoch, w)[max(0, first - starts[w]) : stop - starts[w]] for w in windows])
 
     def batch(self, epoch: int, step: int) -> Indices:
         share = self._batch_size // self.lanes

@@ -42,7 +42,6 @@ _LABEL_FIELDS = ("cls", "label", "class")  # of a .json
 # What tarfile raises on damaged headers.
 _DAMAGES = (tarfile.TarError, ValueError, LookupError, OverflowError, MemoryError, RecursionError)
 MAPPED = 64 << 20  # bytes; a mapped file stays open, so there must not be thousands
-_CHECKED = 1 << 20  # samples of an index at a time
 _OPEN_FILES = 16  # in each process
 _MOST_SHARDS = 64  # in use at a time
 _WINDOW_BYTES = 8 << 30  # of shards in use at a time; less than the cache of remote ones holds
@@ -106,25 +105,21 @@ class ShardIndex:
     def is_sound(self) -> bool:
         """An index may come from anywhere: every sample must lie inside its shard, every name inside the names."""
         samples, shards = len(self.offsets), len(self.shards)
-        sized = [(getattr(self, name), shards) for name in _PER_SHARD]
-        sized += [(getattr(self, name), samples) for name in (*_PER_SAMPLE, "name_ends")]
-        if any(array.dtype != np.int64 or array.shape != (length,) for array, length in sized):
+        sized = dict.fromkeys(_PER_SHARD, shards) | dict.fromkeys((*_PER_SAMPLE, "name_ends"), samples)
+        arrays = [(getattr(self, name), length) for name, length in sized.items()]
+        if any(array.dtype != np.int64 or array.shape != (length,) for array, length in arrays):
             return False
         if len(self.skipped) != shards or (self.counts < 0).any() or int(self.counts.sum()) != samples:
             return False
         if self.names.dtype != np.uint8 or len(self.names) != (self.name_ends[-1] if samples else 0):
             return False
-        stops, before = np.cumsum(self.counts), 0
-        for first in range(0, samples, _CHECKED):
-            offsets, sizes, _, ends = (a[first : first + _CHECKED] for a, _ in sized[len(_PER_SHARD) :])
-            low, high = np.searchsorted(stops, (first, first + len(sizes) - 1), side="right")  # shards
-            inside = np.clip(stops[low : high + 1], None, first + len(sizes))
-            rooms = np.repeat(self.shard_bytes[low : high + 1], np.diff(inside, prepend=first))
-            sound = (offsets >= _BLOCK) & (offsets <= rooms) & (rooms < 1 << 60)
-            sound &= (sizes >= 0) & (sizes <= MAX_MEMBER) & (offsets + sizes <= rooms)
-            if not sound.all() or (np.diff(ends, prepend=before) < 0).any():
+        start = before = 0
+        for count, room in zip(self.counts.tolist(), self.shard_bytes.tolist(), strict=True):
+            offsets, sizes, ends = (a[start : start + count] for a in (self.offsets, self.sizes, self.name_ends))
+            inside = (offsets >= _BLOCK) & (sizes >= 0) & (sizes <= MAX_MEMBER) & (offsets <= room - sizes)
+            if room >= 1 << 60 or not inside.all() or (np.diff(ends, prepend=before) < 0).any():
                 return False
-            before = ends[-1]
+            start, before = start + count, int(ends[-1]) if count else before
         return True
 
     def name(self, number: int) -> bytes:

@@ -7,8 +7,8 @@ Shapes: N images in a batch, h = w = a view's size.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol
 
 import cv2
 import numpy as np
@@ -86,7 +86,7 @@ class Views:
         whole = [(image.height, image.width) if isinstance(image, Reduced) else image.shape[:2] for image in images]
         pixels = [image.pixels if isinstance(image, Reduced) else image for image in images]
         sizes, held = (np.array(s, np.int64).reshape(-1, 2) for s in (whole, [image.shape[:2] for image in pixels]))
-        drawn = [replace(d, box=_at_scale(d.box, sizes, held)) for d in self.draw(sizes, epoch, indices)]
+        drawn = [d._replace(box=_at_scale(d.box, sizes, held)) for d in self.draw(sizes, epoch, indices)]
         return [render(view, pixels, parameters) for view, parameters in zip(self.views, drawn, strict=True)]
 
     def draw(self, sizes: Indices, epoch: int, indices: Indices) -> "list[Parameters]":
@@ -175,8 +175,7 @@ _FACTORS = slice(_SOLARIZE + 5, _SOLARIZE + 9)
 DRAWS = _SOLARIZE + 9
 
 
-@dataclass(frozen=True)
-class Parameters:
+class Parameters(NamedTuple):
     """What happens to each of N images in one view."""
 
     box: Indices  # (N, 4): top, left, height, width
@@ -250,36 +249,31 @@ def render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixe
     contrast = operations.contrast_matrices(parameters.contrast)
     saturate = operations.saturation_matrices(parameters.saturation)
     # Lists, because reading a NumPy array one number at a time is slow.
-    boxes, orders, hues = parameters.box.tolist(), parameters.order.tolist(), parameters.hue.tolist()
-    jitters, grays, sigmas = parameters.jitter.tolist(), parameters.gray.tolist(), parameters.sigma.tolist()
-    solarizes, flips = parameters.solarize.tolist(), parameters.flip.tolist()
-    for i, image in enumerate(images):
-        top, left, height, width = boxes[i]
+    rows: Any = map(Parameters, *(column.tolist() for column in parameters))
+    for i, (image, drawn) in enumerate(zip(images, rows, strict=True)):
+        top, left, height, width = drawn.box
         pixels: Any = operations.resize(image[top : top + height, left : left + width], size, size)
         rgb = pixels.shape[2] == 3
-        if jitters[i]:
-            for operation in orders[i]:
+        if drawn.jitter:
+            for operation in drawn.order:
                 if not rgb:
-                    factors = float(parameters.brightness[i]), float(parameters.contrast[i])
-                    pixels = operations.adjust_bands(pixels, operation, *factors)
+                    pixels = operations.adjust_bands(pixels, operation, drawn.brightness, drawn.contrast)
                 elif operation == 0:
                     pixels = operations.transform(pixels, brighten[i])
                 elif operation == 1:
                     pixels = operations.adjust_contrast(pixels, contrast[i])
                 elif operation == 2:
                     pixels = operations.transform(pixels, saturate[i])
-                elif hues[i]:
-                    pixels = operations.turn_hue(pixels, hues[i])
-        if grays[i] and rgb:
+                elif drawn.hue:
+                    pixels = operations.turn_hue(pixels, drawn.hue)
+        if drawn.gray and rgb:
             pixels = operations.transform(pixels, operations.GRAY)
-        if sigmas[i]:
-            pixels = operations.blur(pixels, sigmas[i])
-        if solarizes[i] and rgb:
+        if drawn.sigma:
+            pixels = operations.blur(pixels, drawn.sigma)
+        if drawn.solarize and rgb:
             pixels = operations.solarize(pixels)
-        if out.dtype != np.uint8:
-            _put(pixels[:, ::-1] if flips[i] else pixels, out[i])
-        elif flips[i]:
-            cv2.flip(pixels, 1, dst=out[i])
+        if drawn.flip and out.dtype == np.uint8:
+            cv2.flip(pixels, 1, dst=out[i])  # several times as fast
         else:
-            out[i] = pixels
+            _put(pixels[:, ::-1] if drawn.flip else pixels, out[i])
     return out
