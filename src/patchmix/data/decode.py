@@ -70,10 +70,8 @@ def decode(data: bytes, key: str, reduction: int = 1) -> Pixels:
         # If the file's end is missing, Pillow says what is wrong, where OpenCV prints to stderr on its own.
         if header.simple and _is_complete(data):
             pixels = _imdecode(data, _REDUCED_FLAGS.get(reduction, cv2.IMREAD_COLOR))
-            if pixels is not None and pixels.shape[:2] == (
-                -(-header.height // reduction),
-                -(-header.width // reduction),
-            ):
+            height, width = (-(-side // reduction) for side in header[:2])
+            if pixels is not None and pixels.shape[:2] == (height, width):
                 return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels), np.uint8)
     with _decode_errors(key), _open_pillow(data, key) as image:
         if reduction > 1:

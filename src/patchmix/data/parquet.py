@@ -118,9 +118,7 @@ def _open(file: Path) -> Any:
 
 def _image_column(schema: Any, file: Path) -> str:
     """The path, for reading, of the column with the encoded images."""
-    for name in IMAGE_COLUMNS:
-        if name not in schema.names:
-            continue
+    for name in [column for column in IMAGE_COLUMNS if column in schema.names]:
         kind = schema.field(name).type
         if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
             return f"{name}.bytes"
