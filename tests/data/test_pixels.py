@@ -39,7 +39,7 @@ class TestBlends:
     def test_brightness(self, images: list[np.ndarray], factor: float) -> None:
         import cv2
 
-        (matrix,) = pixels.brightness_matrices(np.array([factor]))
+        (matrix,) = pixels.blend_matrices(np.array([factor]), 0)
         largest, mean = differences(
             images, lambda x: cv2.transform(x, matrix), lambda x: TF.adjust_brightness(x, factor)
         )
@@ -57,7 +57,7 @@ class TestBlends:
     def test_saturation(self, images: list[np.ndarray], factor: float) -> None:
         import cv2
 
-        (matrix,) = pixels.saturation_matrices(np.array([factor]))
+        (matrix,) = pixels.blend_matrices(np.array([factor]), pixels.LUMA)
         largest, mean = differences(
             images, lambda x: cv2.transform(x, matrix), lambda x: TF.adjust_saturation(x, factor)
         )

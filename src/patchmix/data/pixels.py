@@ -103,15 +103,10 @@ def transform(pixels: Pixels, matrix: Matrix) -> Pixels:
     return changed if changed.dtype == np.uint8 else changed.clip(0, 1)
 
 
-def brightness_matrices(factors: npt.NDArray[np.float64]) -> Matrix:
-    """(N,) → (N, 3, 3): towards black below 1, away from it above."""
-    return (np.eye(3) * factors[:, None, None]).astype(np.float32)
-
-
-def saturation_matrices(factors: npt.NDArray[np.float64]) -> Matrix:
-    """(N,) → (N, 3, 3): towards the pixel's own gray below 1, away from it above."""
+def blend_matrices(factors: npt.NDArray[np.float64], towards: Any) -> Matrix:
+    """(N,) → (N, 3, 3): towards black, 0, or the pixel's own gray, LUMA, below 1, away from it above."""
     f = factors[:, None, None]
-    matrices: Matrix = (np.eye(3) * f + (1 - f) * LUMA).astype(np.float32)
+    matrices: Matrix = (np.eye(3) * f + (1 - f) * towards).astype(np.float32)
     return matrices
 
 

@@ -255,10 +255,8 @@ class ShardSource(EncodedSource):
     """The samples of some shards, in the order of the shards."""
 
     def __init__(self, shards: Sequence[str], index: ShardIndex, *, name: str) -> None:
-        self.name = name
-        self.classes = index.classes
-        self._shards = tuple(shards)
-        self._index = index
+        self.name, self.classes = name, index.classes
+        self._shards, self._index = tuple(shards), index
         mean = max(1, int(index.shard_bytes.mean()))
         self.groups = Groups(np.cumsum(index.counts) - index.counts, max(1, min(_MOST_SHARDS, _WINDOW_BYTES // mean)))
         self.labels: Labels | None = index.labels if len(index.labels) and index.labels.min() >= 0 else None
@@ -381,10 +379,9 @@ def _scan_once(shard: str) -> ShardIndex:
 
 
 def _warn_of_losses(index: ShardIndex, name: str) -> None:
-    damaged = [number for number, text in enumerate(index.skipped) if text]
-    for number in damaged[:_NAMED]:
-        left = int(index.counts[number])
-        _warn(f"{index.shards[number]}: skipped {index.skipped[number]}; its other {left} samples are used")
+    damaged = [row for row in zip(index.shards, index.skipped, index.counts.tolist(), strict=True) if row[1]]
+    for shard, text, left in damaged[:_NAMED]:
+        _warn(f"{shard}: skipped {text}; its other {left} samples are used")
     if len(damaged) > _NAMED:
         _warn(f"{len(damaged) - _NAMED} more shards of {name} have members that were skipped")
     if len(index.labels) and index.labels.min() < 0 <= index.labels.max():

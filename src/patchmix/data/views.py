@@ -245,9 +245,9 @@ def render(view: View, images: Sequence[Pixels], parameters: Parameters) -> Pixe
     """The pixel work of one view: (N, h, w, C)."""
     size = view.size
     out = empty_batch(images, size)
-    brighten = operations.brightness_matrices(parameters.brightness)
+    brighten = operations.blend_matrices(parameters.brightness, 0)
     contrast = operations.contrast_matrices(parameters.contrast)
-    saturate = operations.saturation_matrices(parameters.saturation)
+    saturate = operations.blend_matrices(parameters.saturation, operations.LUMA)
     # Lists, because reading a NumPy array one number at a time is slow.
     rows: Any = map(Parameters, *(column.tolist() for column in parameters))
     for i, (image, drawn) in enumerate(zip(images, rows, strict=True)):
