@@ -101,21 +101,26 @@ def pad_targets(target: Tensor, keys: int, offset: int) -> Tensor:
     return F.pad(target, (offset, keys - offset - target.shape[1]))
 
 
-class Contrasts:
-    """Adds up weighted contrasts, and logs each with its chance and floor."""
+class Terms:
+    """Adds up the weighted terms of a loss, and logs each with its chance and floor."""
 
-    def __init__(self, temperature: float) -> None:
+    def __init__(self, temperature: float = 1.0) -> None:
         self.temperature = temperature
         self.entries: dict[str, Tensor] = {}
         self.loss: Tensor | float = 0.0
 
     def add(self, name: str, weight: float | Tensor, *pairs: tuple[Tensor, Tensor], target: Tensor) -> None:
-        """The sum of the contrasts of several (queries, keys) that have the same target; a known name is added to."""
+        """The sum of the contrasts of several (queries, keys) that have the same target."""
         value = torch.stack([contrast(h, z, target, self.temperature) for h, z in pairs]).sum()
+        self.add_value(name, weight, value, chance=len(pairs) * chance(target), floor=len(pairs) * floor(target))
+
+    def add_value(
+        self, name: str, weight: float | Tensor, value: Tensor, *, chance: float | Tensor, floor: float | Tensor = 0.0
+    ) -> None:
+        """Any term; a known name is added to."""
         self.loss = self.loss + weight * value
-        values = {"": value, "/chance": len(pairs) * chance(target), "/floor": len(pairs) * floor(target)}
-        for kind, each in values.items():
-            self.entries[name + kind] = self.entries.get(name + kind, 0.0) + each
+        for kind, each in {"": value, "/chance": chance, "/floor": floor}.items():
+            self.entries[name + kind] = self.entries.get(name + kind, torch.zeros_like(value)) + each
 
     def total(self) -> dict[str, Tensor]:
         assert isinstance(self.loss, Tensor)

@@ -173,6 +173,12 @@ def test_every_kind_of_image_gives_the_same_features(backbone: Backbone, tmp_pat
     torch.testing.assert_close(backbone.embed(files[1]), expected[1:2])
 
 
+def test_transparent_pixels_are_white_in_files_and_in_pictures(backbone: Backbone, tmp_path: Path) -> None:
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 4), dtype=np.uint8), "RGBA")
+    picture.save(tmp_path / "a.png")
+    torch.testing.assert_close(backbone.embed([picture]), backbone.embed([tmp_path / "a.png"]))
+
+
 def test_resized_on_the_shorter_side_and_cropped_centrally(backbone: Backbone) -> None:
     wide = torch.rand(2, 3, 40, 100)
     wide[:, :, :, :47], wide[:, :, :, 47:52] = 0, 1  # a hard edge, where cubic interpolation overshoots

@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import center_crop, resize
 
-from patchmix.data.decode import DecodeError, pixel_channels, read_image, to_unit
+from patchmix.data.decode import DecodeError, pixel_channels, read_image, to_rgb, to_unit
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD, as_channels, normalize_
 from patchmix.device import resolve_device
 from patchmix.files import replacing
@@ -33,6 +32,10 @@ from patchmix.nn.vit import ConvStem, create_encoder
 AnyImage = Image.Image | str | Path | npt.NDArray[Any]
 Images = Tensor | npt.NDArray[Any] | Sequence[AnyImage] | str | Path
 Pool = Literal["token", "mean"]
+
+# What timm's `create_model` calls the sizes of an Architecture.
+TIMM_ARGUMENTS = {"img_size": "image_size", "patch_size": "patch_size", "in_chans": "in_chans"}
+TIMM_ARGUMENTS |= {"embed_dim": "dim", "depth": "depth", "num_heads": "heads"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Architecture:
         )
 
     def create(self, *, drop_path: float = 0.0, any_image_size: bool = False) -> VisionTransformer:
-        return create_encoder(**dataclasses.asdict(self), drop_path=drop_path, any_image_size=any_image_size)
+        return create_encoder(**vars(self), drop_path=drop_path, any_image_size=any_image_size)
 
     def check(self, weights: Mapping[str, Tensor], complaint: str) -> None:
         """A ValueError unless all names and shapes are those of this architecture, and all numbers finite."""
@@ -103,14 +106,7 @@ class Backbone:
         return encoder.eval()
 
     @torch.inference_mode()
-    def embed(
-        self,
-        images: Images,
-        *,
-        pool: Pool = "token",
-        batch_size: int = 256,
-        device: str = "auto",
-    ) -> Tensor:
+    def embed(self, images: Images, *, pool: Pool = "token", batch_size: int = 256, device: str = "auto") -> Tensor:
         """Features (N, dim), float32 on the CPU: the class token, or the mean over patch tokens.
 
         images: a float tensor (N, C, H, W) in [0, 1], an array (N, H, W, C) of uint8 or uint16, or a list of PIL
@@ -127,13 +123,13 @@ class Backbone:
             raise ValueError("there are no images to embed; give at least one")
         target = resolve_device(device)
         encoder, size = self.encoder().to(target), self.architecture.image_size
+        channels = pixel_channels(self.architecture.in_chans)
         features = []
         for start in range(0, len(images), batch_size):
             part: Any = images[start : start + batch_size]
-            whole = isinstance(part, Tensor | np.ndarray)
-            fit = partial(_fit, size=size, channels=pixel_channels(self.architecture.in_chans))
-            batch = fit(part) if whole else torch.cat([fit(_pixels(one, self.architecture.in_chans)) for one in part])
-            features.append(pooled(encoder, normalize_(batch.to(target), self.mean, self.std), pool).float().cpu())
+            parts = [part] if isinstance(part, Tensor | np.ndarray) else (_pixels(image, channels) for image in part)
+            batch = torch.cat([_fit(each, size, channels) for each in parts]).to(target)
+            features.append(pooled(encoder, normalize_(batch, self.mean, self.std), pool).float().cpu())
         return torch.cat(features)
 
     def digest(self) -> str:
@@ -142,12 +138,7 @@ class Backbone:
 
     def save(self, path: Path, *, overwrite: bool = True) -> None:
         """Writes encoder.safetensors: a plain timm state dict, and in its metadata what `load_backbone` needs."""
-        header = {
-            "architecture": dataclasses.asdict(self.architecture),
-            "mean": self.mean,
-            "std": self.std,
-            "origin": self.origin,
-        }
+        header = {"architecture": vars(self.architecture), "mean": self.mean, "std": self.std, "origin": self.origin}
         save_weights(self.weights, path, {"patchmix": json.dumps(header)}, overwrite=overwrite)
 
     @staticmethod
@@ -184,7 +175,6 @@ def check_weights(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], c
 def fitted(weights: Mapping[str, Tensor], encoder: VisionTransformer) -> dict[str, Tensor]:
     """Weights for an encoder of another image size, patch size or number of channels, converted as timm does it."""
     weights, wanted = dict(weights), encoder.state_dict()
-    positions = "pos_embed"
     for name in ("patch_embed.proj.weight", "patch_embed.proj.0.weight"):  # of a patch projection, of a ConvStem
         if name not in weights or name not in wanted:
             continue
@@ -194,10 +184,11 @@ def fitted(weights: Mapping[str, Tensor], encoder: VisionTransformer) -> dict[st
                 raise ValueError(f"the weights take {kernel.shape[1]} channels, which can't become {in_chans}; 3 can")
             kernel = adapt_input_conv(in_chans, kernel)
         weights[name] = resample_patch_embed(kernel, [rows, columns])
-    if positions in weights and positions in wanted and weights[positions].shape[1] != wanted[positions].shape[1]:
+    positions, expected = weights.get("pos_embed"), wanted.get("pos_embed")
+    if positions is not None and expected is not None and positions.shape[1] != expected.shape[1]:
+        prefix = expected.shape[1] - encoder.patch_embed.num_patches
         grid = list(encoder.patch_embed.grid_size)
-        prefix = wanted[positions].shape[1] - grid[0] * grid[1]
-        weights[positions] = resample_abs_pos_embed(weights[positions], grid, num_prefix_tokens=prefix)
+        weights["pos_embed"] = resample_abs_pos_embed(positions, grid, num_prefix_tokens=prefix)
     return weights
 
 
@@ -252,7 +243,7 @@ def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
     return tokens[:, encoder.num_prefix_tokens :].mean(dim=1)
 
 
-def _fit(images: Tensor | npt.NDArray[Any], *, size: int, channels: int) -> Tensor:
+def _fit(images: Tensor | npt.NDArray[Any], size: int, channels: int) -> Tensor:
     """uint8 or uint16 (n, H, W, C) or float (n, C, H, W) → float32 (n, C, S, S), white at 255.
 
     Shorter side → S, bicubic with antialiasing; then the central crop. RGB floats are in [0, 1].
@@ -266,21 +257,21 @@ def _fit(images: Tensor | npt.NDArray[Any], *, size: int, channels: int) -> Tens
     kind, expected = ("float", f"(N, {channels}, H, W)") if floats else ("uint8", f"(N, H, W, {channels})")
     if tensor.ndim != 4 or tensor.shape[1 if floats else 3] != channels or 0 in tensor.shape:
         raise ValueError(f"{kind} images have shape {tuple(tensor.shape)}; expected {expected}")
-    low, high = (tensor.min().item(), tensor.max().item()) if floats else (0, 1)
-    if not (low >= 0 and high <= 1) and (channels == 3 or not np.isfinite([low, high]).all()):  # NaN fails too
-        raise ValueError(f"float images span {low:.3g} to {high:.3g}; expected [0, 1], before any normalization")
     planes = tensor.detach().float() if floats else tensor.permute(0, 3, 1, 2)
     fitted: Tensor = center_crop(resize(planes, [size], InterpolationMode.BICUBIC), [size])
-    if low >= 0 and high <= 1 and floats:
-        fitted = fitted.clamp(0, 1)  # bicubic overshoots at edges
-    return fitted * 255 if floats else fitted.float()
+    if not floats:
+        return fitted.float()
+    low, high = tensor.min().item(), tensor.max().item()
+    unit = 0 <= low <= high <= 1  # NaN is not
+    if not unit and (channels == 3 or not np.isfinite([low, high]).all()):
+        raise ValueError(f"float images span {low:.3g} to {high:.3g}; expected [0, 1], before any normalization")
+    return 255 * (fitted.clamp(0, 1) if unit else fitted)  # bicubic overshoots at edges
 
 
-def _pixels(image: AnyImage, in_chans: int) -> Tensor | npt.NDArray[Any]:
+def _pixels(image: AnyImage, channels: int) -> Tensor | npt.NDArray[Any]:
     """An image for `_fit`: (1, H, W, C), or (1, C, H, W) of floats."""
-    channels = pixel_channels(in_chans)
     if isinstance(image, Image.Image):
-        return np.asarray(image.convert("RGB"))[None]
+        return to_rgb(image)[None]
     if isinstance(image, str | Path):
         try:
             image = read_image(Path(image).read_bytes(), str(image), channels)

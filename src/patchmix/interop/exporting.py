@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from patchmix.files import replacing
-from patchmix.interop.backbone import Architecture, Backbone, save_weights
+from patchmix.interop.backbone import TIMM_ARGUMENTS, Architecture, Backbone, save_weights
 from patchmix.interop.layouts import ENCODER_TENSOR, TO_TORCHVISION, rename
 from patchmix.progress import progress_bar
 
@@ -49,15 +49,9 @@ def timm_arguments(architecture: Architecture) -> tuple[str, dict[str, int]]:
     name = architecture.name.partition(".")[0]
     if not timm.is_model(name):  # names such as vit_small_patch2_32 are ours
         name = re.sub(r"_patch\d+_\d+$", "_patch16_224", name)
-    arguments = {
-        "img_size": architecture.image_size,
-        "patch_size": architecture.patch_size,
-        "embed_dim": architecture.dim,
-        "depth": architecture.depth,
-        "num_heads": architecture.heads,
-    }
-    if architecture.in_chans != 3:
-        arguments["in_chans"] = architecture.in_chans
+    arguments = {theirs: getattr(architecture, ours) for theirs, ours in TIMM_ARGUMENTS.items()}
+    if architecture.in_chans == 3:
+        del arguments["in_chans"]
     return name, arguments
 
 
@@ -86,7 +80,7 @@ def _stem_code(architecture: Architecture) -> str:
 
 def _huggingface(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
     """The layout of timm's own Hub folders, which `local-dir:` and `hf-hub:` read."""
-    if out.exists() and not out.is_dir():
+    if out.is_file():
         raise ValueError(f"{out} is a file; a Hugging Face export is a folder, so give another name")
     if backbone.architecture.stem != "patch":
         raise ValueError("a Hugging Face folder cannot describe a convolutional stem; export to timm or onnx")

@@ -16,16 +16,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from timm.layers.pos_embed import resample_abs_pos_embed
 from timm.models import eva, vision_transformer
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
-from patchmix.interop.backbone import Architecture, Backbone, first_of
+from patchmix.interop.backbone import TIMM_ARGUMENTS, Architecture, Backbone, first_of
 from patchmix.interop.layouts import ENCODER_TENSOR, LAYOUTS, Which, detect, tensors_of
 from patchmix.nn.vit import create_encoder
 from patchmix.settings import Import
 
 _UNUSED = r"mask_token|rope_embed\.periods|local_cls_norm\..*|.*\.bias_mask"  # of DINOv2 and DINOv3
-_SATELLITE = (0.430, 0.411, 0.296), (0.213, 0.156, 0.143)  # mean and std of DINOv3's SAT-493M
+_SATELLITE = {"mean": (0.430, 0.411, 0.296), "std": (0.213, 0.156, 0.143)}  # of DINOv3's SAT-493M
+_HARMLESS_ARGUMENTS = ("num_classes", "dynamic_img_size", "dynamic_img_pad", "drop_path_rate")
 _SIZES = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large", (1280, 32): "huge"}
 
 
@@ -57,14 +59,8 @@ class Imported:
 
 def import_weights(settings: Import) -> Imported:
     """Writes the checkpoint's encoder to OUT/encoder.safetensors, and prints what was taken and what was dropped."""
-    imported = import_checkpoint(
-        settings.checkpoint,
-        format=settings.format,
-        encoder=settings.encoder,
-        heads=settings.heads,
-        image_size=settings.image_size,
-    )
-    path = settings.out / "encoder.safetensors"
+    chosen: dict[str, Any] = {name: getattr(settings, name) for name in ("format", "encoder", "heads", "image_size")}
+    imported, path = import_checkpoint(settings.checkpoint, **chosen), settings.out / "encoder.safetensors"
     imported.backbone.save(path, overwrite=settings.overwrite)
     print("\n".join([*imported.summary(), f"wrote    {path}"]))
     return imported
@@ -82,48 +78,91 @@ def import_checkpoint(
     """Reads the encoder out of a checkpoint of another project.
 
     entries: the file's content, where `read_entries` has read it already.
-    format: patchmix-authors, mocov3, dino, dinov2, dinov3, ibot, mae, timm or torchvision; None detects it.
+    format: one of LAYOUTS; None detects it.
     encoder: "base" (the student) or "momentum" (the teacher, the moving average). None takes what the project itself
         evaluates: momentum for dino and ibot, base for the others.
-    heads: attention heads. Shapes don't show them; None takes what the project uses for this dim, if that is known.
+    heads: shapes don't show them; None takes what the project uses for this dim, if that is known.
     image_size: pixels per side. None infers it from the position embedding; another size interpolates it.
-    A mistake, an unreadable file, NaN weights or a name that is neither encoder nor a known extra: ValueError.
     """
     if entries is None:
         entries, metadata = read_entries(path)
         if format is None and is_own(entries, metadata):
             raise ValueError(f"{path} was written by patchmix and needs no import: every command takes it unchanged")
-    if format is not None and format not in LAYOUTS:
+    if format not in (None, *LAYOUTS):
         raise ValueError(f"format {format!r} is unknown; it must be one of {', '.join(LAYOUTS)}")
     tensors, others = tensors_of(entries)
+    config = timm_config(path.parent) if format in (None, "timm") and encoder is None else {}
+    cfg, which = config.get("pretrained_cfg") or config, None
     notes: list[str] = []
     try:
-        format = format or detect(tensors, entries)
-        config = _timm_config(path.parent / "config.json") if format == "timm" else {}
-        if format in ("dinov2", "dinov3"):
-            which, dropped = "one", {"not used after pre-training": [n for n in tensors if re.fullmatch(_UNUSED, n)]}
-            names = {name: name for name in tensors if not re.fullmatch(_UNUSED, name)}
-            architecture, weights = _converted_by_timm(format, tensors, image_size)
-            config = {"mean": _SATELLITE[0], "std": _SATELLITE[1]} if "sat493m" in path.name else {}
+        format = format or ("timm" if config else detect(tensors, entries))
+        if config:
+            arguments = dict(config.get("model_args") or {})
+            arguments |= {key: given for key, given in (("num_heads", heads), ("img_size", image_size)) if given}
+            architecture, weights = timm_encoder(config["architecture"], entries, arguments)
+            dropped = {"classifier": [name for name in tensors if name.startswith("head")]}
+        elif format in ("dinov2", "dinov3"):
+            architecture, weights = _released(format, tensors, image_size)
+            dropped = {"not used after pre-training": [name for name in tensors if re.fullmatch(_UNUSED, name)]}
+            cfg = _SATELLITE if "sat493m" in path.name else {}
         else:
             which, names, dropped = _split(format, tensors, encoder)
             weights = _checked({inner: tensors[name] for inner, name in names.items()}, notes)
-            architecture = _architecture(format, weights, heads, image_size, config, notes)
-        if others:
-            dropped["not weights"] = others
+            architecture = _architecture(format, weights, heads, image_size, notes)
+            if format == "timm":
+                notes.append("the file does not say how its input is normalized; ImageNet's mean and std are assumed")
         architecture.check(weights, f"this is no plain ViT of dim {architecture.dim}")
-        if format == "timm" and not config:
-            notes.append("the file does not say how its input is normalized; ImageNet's mean and std are assumed")
-        origin = {"format": format, "file": path.name, "encoder": which}
-        origin |= {key: entries[key] for key in ("arch", "epoch") if isinstance(entries.get(key), str | int)}
-        mean, std = tuple(config.get("mean") or IMAGENET_MEAN), tuple(config.get("std") or IMAGENET_STD)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    backbone = Backbone(architecture, weights, mean=mean, std=std, origin=origin)
-    return Imported(backbone, format, list(names.values()), dropped, notes)
+    dropped = {reason: names for reason, names in {**dropped, "not weights": others}.items() if names}
+    taken = [name for name in tensors if not any(name in names for names in dropped.values())]
+    origin = {"format": format, "file": path.name, "encoder": which}
+    origin |= {key: entries[key] for key in ("arch", "epoch") if isinstance(entries.get(key), str | int)}
+    backbone = Backbone(architecture, weights, **normalization(cfg), origin=origin)
+    return Imported(backbone, format, taken, dropped, notes)
 
 
-def _converted_by_timm(
+def timm_config(folder: Path) -> dict[str, Any]:
+    """What timm's folders for the Hugging Face Hub have next to the weights; empty if there is none, or another's."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return dict(config) if timm.is_model(config["architecture"]) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def normalization(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Mean and std of timm's description of weights; ImageNet's where it has none."""
+    return {"mean": tuple(cfg.get("mean") or IMAGENET_MEAN), "std": tuple(cfg.get("std") or IMAGENET_STD)}
+
+
+def timm_encoder(
+    name: str, entries: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> tuple[Architecture, dict[str, Tensor]]:
+    """The encoder in weights as timm publishes them. arguments: of `timm.create_model`, besides the name."""
+    if strange := [key for key in arguments if key not in (*TIMM_ARGUMENTS, *_HARMLESS_ARGUMENTS)]:
+        raise ValueError(f"model_args has {first_of(strange)}, which an encoder here does not keep")
+    sizes = {ours: arguments[theirs] for theirs, ours in TIMM_ARGUMENTS.items() if theirs in arguments}
+    sizes |= {key: value[0] for key, value in sizes.items() if isinstance(value, list)}  # squares
+    with torch.device("meta"):
+        encoder = create_encoder(name, **sizes)
+    architecture, weights = Architecture.of(name, encoder), _converted(entries, encoder)
+    architecture.check(weights, f"the weights do not fit {name} as timm builds it")
+    return architecture, weights
+
+
+def _converted(entries: Mapping[str, Any], encoder: VisionTransformer) -> dict[str, Tensor]:
+    """In timm's names, from any layout that timm reads for this model; without a classifier."""
+    if isinstance(encoder, eva.Eva):
+        weights = eva.checkpoint_filter_fn(dict(entries), encoder)
+    else:
+        weights = vision_transformer.checkpoint_filter_fn(dict(entries), encoder, adapt_layer_scale=True)
+    wanted = encoder.state_dict()
+    kept = [name for name in weights if name in wanted or not name.startswith("head")]
+    return {name: weights[name].float().contiguous() for name in kept}
+
+
+def _released(
     format: str, tensors: Mapping[str, Tensor], image_size: int | None
 ) -> tuple[Architecture, dict[str, Tensor]]:
     """A released backbone of DINOv2 or DINOv3 in timm's names, as the timm model that it fits."""
@@ -143,10 +182,9 @@ def _converted_by_timm(
             encoder = create_encoder(name, image_size=image_size)
         if (encoder.embed_dim, len(encoder.blocks), encoder.num_prefix_tokens - 1) != (dim, depth, registers):
             continue
-        convert: Any = vision_transformer.checkpoint_filter_fn if format == "dinov2" else eva.checkpoint_filter_fn
-        weights = convert(dict(given), encoder)
+        weights = _converted(given, encoder)
         if {n: t.shape for n, t in weights.items()} == {n: t.shape for n, t in encoder.state_dict().items()}:
-            return Architecture.of(name, encoder), {n: tensor.contiguous() for n, tensor in weights.items()}
+            return Architecture.of(name, encoder), weights
     raise ValueError(f"no {format} model of timm has this width, depth and MLP; import it through timm:NAME")
 
 
@@ -197,9 +235,6 @@ def _split(
     return chosen, encoders[chosen], dropped
 
 
-# ------------------------------------------------------------------------------------------------- values and shapes
-
-
 def _checked(weights: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
     """float32, finite, with a position for the class token."""
     for name in ("patch_embed.proj.weight", "pos_embed", "cls_token"):
@@ -225,12 +260,7 @@ def _checked(weights: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
 
 
 def _architecture(
-    format: str,
-    weights: dict[str, Tensor],
-    heads: int | None,
-    image_size: int | None,
-    config: Mapping[str, Any],
-    notes: list[str],
+    format: str, weights: dict[str, Tensor], heads: int | None, image_size: int | None, notes: list[str]
 ) -> Architecture:
     """As the shapes show it. The position embedding in `weights` is interpolated to `image_size`."""
     dim, in_chans, patch, _ = weights["patch_embed.proj.weight"].shape
@@ -238,7 +268,7 @@ def _architecture(
     if depth == 0:
         raise ValueError("no transformer blocks (blocks.0, …); it is not a ViT")
     known = LAYOUTS[format].heads
-    usual = config.get("heads") or known.get(dim)
+    usual = known.get(dim)
     if heads is None:
         if usual is None:
             raise ValueError(
@@ -246,8 +276,7 @@ def _architecture(
                 "number of attention heads; give heads (--heads)"
             )
         heads = usual
-        if not config.get("heads"):
-            notes.append(f"{heads} heads, as {format} uses for dim {dim}; shapes do not show them")
+        notes.append(f"{heads} heads, as {format} uses for dim {dim}; shapes do not show them")
     elif usual not in (None, heads):
         notes.append(f"{heads} heads as given; {format} itself uses {usual} for dim {dim}")
     if heads < 1 or dim % heads:
@@ -269,23 +298,6 @@ def _timm_name(dim: int, depth: int, patch: int, pixels: int) -> str:
     fallback = {"large": "vit_large_patch16_224", "huge": "vit_huge_patch14_224"}
     return name if size not in fallback or timm.is_model(name) else fallback[size]
 
-
-def _timm_config(path: Path) -> dict[str, Any]:
-    """Heads, mean and std from the config.json that timm's Hugging Face folders have next to the weights."""
-    try:
-        config = json.loads(path.read_text())
-        name, arguments = config["architecture"], config.get("model_args", {})
-        if not timm.is_model(name):
-            return {}
-        with torch.device("meta"):
-            shell: Any = timm.create_model(name, num_classes=0, **arguments)
-        cfg = config.get("pretrained_cfg", config)
-        return {"heads": shell.blocks[0].attn.num_heads, "mean": cfg.get("mean"), "std": cfg.get("std")}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # there is none, or it is another tool's
-
-
-# ----------------------------------------------------------------- files, read without running any code in them
 
 # Plain data that the training scripts of DINO, iBOT and MAE put next to the weights: their arguments, and learning
 # rates that are NumPy numbers (stored under the old and the new name of NumPy's core).
@@ -341,7 +353,7 @@ def _read_torch(path: Path) -> dict[str, Any]:
                 "trust it, store its tensors alone: torch.save(torch.load(OLD, weights_only=False)['state_dict'], NEW)"
             ) from error
         raise ValueError(f"{path} can't be unpickled; is it complete, and a torch file?") from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except Exception as error:  # damaged files raise nearly anything
         raise ValueError(f"{path} can't be read as a torch file ({_one_line(error)}); is it complete?") from error
     if not isinstance(entries, dict):
         raise ValueError(f"{path} holds a {type(entries).__name__}; expected a dictionary of tensors")

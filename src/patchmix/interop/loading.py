@@ -3,13 +3,13 @@
 import dataclasses
 import difflib
 import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import timm
 import torch
 from huggingface_hub import hf_hub_download
@@ -22,13 +22,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from timm.models import eva, vision_transformer
-from timm.models.eva import Eva
-from torch import Tensor
 
-from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
-from patchmix.interop.backbone import Architecture, Backbone, first_of
-from patchmix.interop.importing import import_checkpoint, is_own, read_entries
+from patchmix.interop.backbone import Architecture, Backbone
+from patchmix.interop.importing import import_checkpoint, is_own, normalization, read_entries, timm_encoder
 from patchmix.interop.layouts import Which
 from patchmix.nn.vit import create_encoder
 
@@ -56,17 +52,14 @@ def load_backbone(source: str | Path, *, encoder: Which | None = None, heads: in
             if encoder or heads:
                 raise ValueError(f"{source} takes no encoder and no heads; the name is enough")
             return named(str(source).removeprefix(prefix))
-    path = Path(source)
+    path, unfinished = Path(source), False
     if not path.exists():
-        known = timm.list_models("vit_*")
-        near = difflib.get_close_matches(str(source).split(".")[0], known, n=1, cutoff=0.8)
-        hint = f"; for the timm model write timm:{source if str(source) in known else near[0]}" if near else ""
+        near = difflib.get_close_matches(str(source).split(".")[0], timm.list_models("vit_*"), n=1, cutoff=0.8)
+        hint = f"; for the timm model write timm:{near[0]}" if near else ""
         raise ValueError(f"{source} does not exist; give a run's folder, a checkpoint file or timm:NAME{hint}")
+    name = _name_of(path)
     if path.is_dir():
-        name = path.name if path.name not in ("", "..") else path.resolve().name
         path, unfinished = _file_in(path, encoder)
-    else:
-        name, unfinished = _name_of(path.absolute()), False
     entries, metadata = read_entries(path)
     if is_own(entries, metadata):
         try:
@@ -74,8 +67,7 @@ def load_backbone(source: str | Path, *, encoder: Which | None = None, heads: in
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
     else:
-        timm_model = None if encoder or heads else _beside_config(path, entries)
-        backbone = timm_model or import_checkpoint(path, entries=entries, encoder=encoder, heads=heads).backbone
+        backbone = import_checkpoint(path, entries=entries, encoder=encoder, heads=heads).backbone
     if encoder == "momentum":
         name += " (momentum)"
     if unfinished:
@@ -83,13 +75,14 @@ def load_backbone(source: str | Path, *, encoder: Which | None = None, heads: in
     return dataclasses.replace(backbone, name=name)
 
 
-def _name_of(file: Path) -> str:
-    """A run's files are all called alike: the run says more."""
-    if file.name == "encoder.safetensors":
-        return file.parent.name
-    if file.parent.name == "checkpoints":
-        return f"{file.parent.parent.name}/{file.resolve().stem}"
-    return file.stem
+def _name_of(path: Path) -> str:
+    """A folder's name; of a run's files, which are all called alike, the run's."""
+    if path.is_dir():
+        return path.name if path.name not in ("", "..") else path.resolve().name
+    folder = path.absolute().parent
+    if path.name == "encoder.safetensors":
+        return folder.name
+    return f"{folder.parent.name}/{path.resolve().stem}" if folder.name == "checkpoints" else path.stem
 
 
 def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:
@@ -102,7 +95,7 @@ def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:
         return finished, False
     if checkpoints:
         return checkpoints[-1], True
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in (WEIGHTS, "pytorch_model.bin"):
         if (folder / name).is_file():
             return folder / name, False
     if (folder / "config.yaml").is_file():
@@ -128,40 +121,25 @@ def _own(entries: dict[str, Any], metadata: Mapping[str, str], encoder: Which | 
 
 
 def _from_run_checkpoint(entries: Mapping[str, Any], encoder: Which) -> Backbone:
-    state: dict[str, Tensor] = {str(name): value for name, value in entries["method"].items()}
     prefix = {"base": "encoder.", "momentum": "momentum_copy.network.0."}[encoder]
-    weights = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    state = entries["method"].items()
+    weights = {str(name).removeprefix(prefix): tensor for name, tensor in state if str(name).startswith(prefix)}
     if not weights:
         raise ValueError(f"there is no {encoder} encoder; this run's method keeps none; use the other one")
     config: Mapping[str, Any] = entries["config"]
     try:
-        model = config["model"]
+        model, views = config["model"], config.get("views", {})
         sizes = {key: model.get(key) for key in ("image_size", "patch_size", "dim", "depth", "heads")}
         with torch.device("meta"):
             stem, in_chans = model.get("stem", "patch"), model.get("in_chans") or 3
             shell = create_encoder(model["name"], in_chans=in_chans, stem=stem, **sizes)
         architecture = Architecture.of(model["name"], shell)
         architecture.check(weights, "this is not the encoder that the configuration describes")
-        views = config.get("views", {})
-        return Backbone(
-            architecture,
-            weights,
-            mean=tuple(views.get("mean", IMAGENET_MEAN)),
-            std=tuple(views.get("std", IMAGENET_STD)),
-            origin={
-                "format": "patchmix",
-                "recipe": config.get("recipe"),
-                "method": dict(config.get("method") or {}).get("name"),
-                "data": dict(config.get("data") or {}).get("path"),
-                "step": entries.get("step"),
-                "encoder": encoder,
-            },
-        )
+        origin = {"format": "patchmix", "recipe": config.get("recipe"), "step": entries.get("step"), "encoder": encoder}
+        origin |= {"method": config.get("method", {}).get("name"), "data": config.get("data", {}).get("path")}
+        return Backbone(architecture, weights, **normalization(views), origin=origin)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no usable configuration ({error}); it was not written by a run") from error
-
-
-# ------------------------------------------------------------------------------------------- timm models and the hub
 
 
 def _random(name: str) -> Backbone:
@@ -192,94 +170,31 @@ def _timm_model(name: str) -> Backbone:
         )
     repository, _, revision = cfg.hf_hub_id.partition("@")
     filename = (cfg.hf_hub_filename or WEIGHTS).replace("open_clip_pytorch_model.bin", "open_clip_model.safetensors")
-    fetched = fetch(repository, filename, revision=revision or None)
-    entries, _ = read_entries(fetched.path)
-    backbone = _with_timm_names(architecture, fetched.path, entries, {}, vars(cfg))
+    path, source = fetch(repository, filename, revision)
+    encoder, weights = timm_encoder(architecture, read_entries(path)[0], {})
     tagged = f"{architecture}.{cfg.tag}" if cfg.tag else architecture
-    return dataclasses.replace(backbone, origin={"format": "timm", "file": tagged, **fetched.origin()}, name=tagged)
+    origin = {"format": "timm", "file": tagged, **source}
+    return Backbone(encoder, weights, **normalization(vars(cfg)), origin=origin, name=tagged)
 
 
 def _hub_model(source: str) -> Backbone:
     """hf://user/name or hf://user/name@revision: a timm model's repository, or one that `export` made."""
     repository, _, revision = source.strip("/").partition("@")
-    config = fetch(repository, "config.json", revision=revision or None)
-    fetched = fetch(repository, revision=config.commit)
-    backbone = load_backbone(fetched.path.parent)
-    return dataclasses.replace(backbone, origin=backbone.origin | fetched.origin(), name=repository)
+    _, config = fetch(repository, "config.json", revision)
+    path, origin = fetch(repository, WEIGHTS, config["commit"])
+    backbone = load_backbone(path.parent)
+    return dataclasses.replace(backbone, origin=backbone.origin | origin, name=repository)
 
 
-def _beside_config(file: Path, entries: Mapping[str, Any]) -> Backbone | None:
-    """The weights of a file with timm's config.json next to it, as in its folders for the hub; else None."""
-    try:
-        config = json.loads((file.parent / "config.json").read_text())
-        name, arguments = config["architecture"], dict(config.get("model_args") or {})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if not timm.is_model(name):
-        return None
-    return _with_timm_names(name, file, entries, arguments, config.get("pretrained_cfg") or config)
+def fetch(repository: str, filename: str, revision: str) -> tuple[Path, dict[str, str]]:
+    """Downloads a file of the Hugging Face Hub with a progress bar, or takes it from the cache, also offline.
 
-
-_ARGUMENTS = {
-    "img_size": "image_size",
-    "patch_size": "patch_size",
-    "in_chans": "in_chans",
-    "embed_dim": "dim",
-    "depth": "depth",
-    "num_heads": "heads",
-}
-_HARMLESS_ARGUMENTS = ("num_classes", "dynamic_img_size", "dynamic_img_pad", "drop_path_rate")
-
-
-def _with_timm_names(
-    name: str, file: Path, entries: Mapping[str, Any], arguments: Mapping[str, Any], cfg: Mapping[str, Any]
-) -> Backbone:
-    """The encoder in a file as timm publishes them, without its classifier.
-
-    arguments: of `timm.create_model`, besides the name. cfg: timm's description, for mean and std.
-    """
-    if strange := [key for key in arguments if key not in (*_ARGUMENTS, *_HARMLESS_ARGUMENTS)]:
-        raise ValueError(f"{file.parent}: model_args has {first_of(strange)}, which an encoder here does not keep")
-    sizes = {_ARGUMENTS[key]: value for key, value in arguments.items() if key in _ARGUMENTS}
-    sizes |= {key: value[0] for key, value in sizes.items() if isinstance(value, list)}  # squares
-    with torch.device("meta"):
-        shell = create_encoder(name, **sizes)
-    if isinstance(shell, Eva):
-        renamed = eva.checkpoint_filter_fn(dict(entries), shell)
-    else:
-        renamed = vision_transformer.checkpoint_filter_fn(dict(entries), shell, adapt_layer_scale=True)
-    wanted = shell.state_dict()
-    weights = {key: tensor.float() for key, tensor in renamed.items() if key in wanted or not key.startswith("head")}
-    shape = Architecture.of(name, shell)
-    shape.check(weights, f"{file} does not fit {name} as timm builds it")
-    mean, std = tuple(cfg.get("mean") or IMAGENET_MEAN), tuple(cfg.get("std") or IMAGENET_STD)
-    return Backbone(shape, weights, mean=mean, std=std, origin={"format": "timm", "file": name}, name=name)
-
-
-# ------------------------------------------------------------------------------------ files of the Hugging Face Hub
-
-
-class Fetched(NamedTuple):
-    """A file of a repository at one commit, in the local cache."""
-
-    path: Path
-    repository: str
-    commit: str
-    sha256: str
-
-    def origin(self) -> dict[str, str]:
-        """What a backbone's `origin` says about it."""
-        return {"repository": self.repository, "commit": self.commit, "sha256": self.sha256}
-
-
-def fetch(repository: str, filename: str = WEIGHTS, *, revision: str | None = None) -> Fetched:
-    """Downloads a file with a progress bar, or takes it from the cache, also where there is no connection.
-
-    A file whose SHA-256 is not the one that the hub states is refused.
+    Returns its place, and what a backbone's `origin` says about it: repository, commit, SHA-256. A file whose SHA-256
+    is not the one that the hub states is refused.
     """
     try:
         endpoint = os.environ.get("HF_ENDPOINT")  # huggingface_hub itself looks at it once, when it is imported
-        path = Path(hf_hub_download(repository, filename, revision=revision, endpoint=endpoint))
+        path = Path(hf_hub_download(repository, filename, revision=revision or None, endpoint=endpoint))
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         at = f" at {revision}" if revision else ""
         reason = "is gated; accept its terms on the hub and log in with `hf auth login`"
@@ -296,22 +211,14 @@ def fetch(repository: str, filename: str = WEIGHTS, *, revision: str | None = No
     except Exception as error:  # of whichever HTTP library huggingface_hub uses
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ValueError(f"{_no_connection(repository, filename)} ({reason})") from error
-    sha256 = _sha256(path)
+    sha256 = hashlib.sha256(np.memmap(path, mode="r").data).hexdigest()  # mapped: it may be larger than the memory
     stated = path.resolve().name  # the cache names large files by the SHA-256 that the hub states
     if re.fullmatch(r"[0-9a-f]{64}", stated) and stated != sha256:
         raise ValueError(
             f"{filename} of {repository} is damaged: its SHA-256 is {sha256[:12]}…, the hub states {stated[:12]}…; "
             f"remove {path.resolve()} and try again"
         )
-    return Fetched(path, repository, path.parent.name, sha256)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
+    return path, {"repository": repository, "commit": path.parent.name, "sha256": sha256}
 
 
 def _no_connection(repository: str, filename: str) -> str:

@@ -29,9 +29,9 @@ class DINO(Method):
         self.before_step(0.0)
 
     def before_step(self, progress: float) -> None:
-        start, end = self.options.teacher_temperature
-        self.scalars["teacher_temperature"] = Linear(start, end, self.options.teacher_warmup)(progress)
-        self.head.frozen = progress < self.options.freeze_last_layer
+        options = self.options
+        self.scalars["teacher_temperature"] = Linear(*options.teacher_temperature, options.teacher_warmup)(progress)
+        self.head.frozen = progress < options.freeze_last_layer
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """views: x1, x2 (N, C, H, W), which the teacher sees too, then any number of local crops."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from patchmix.losses import Terms
 from patchmix.methods.method import Method
 from patchmix.methods.options import DistillOptions
 from patchmix.nn import all_tokens, patch_size_of
@@ -67,14 +68,12 @@ class Distill(Method):
         grid = images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
         token, patches = all_tokens(self.encoder, images)
         token_t, patches_t = self.teacher[0].to(images.device)(images, grid)
-        cls = self.distance(self.projector(token), token_t)
-        patch = self.distance(self.patch_projector(patches), patches_t)
-        weights = self.options.weights
-        entries = {"loss": weights[0] * cls + weights[1] * patch, "class": cls, "patch": patch}
-        for name, t in (("class", token_t), ("patch", patches_t)):  # of a student that gives the mean for all images
-            mean = t.float().flatten(0, -2).mean(dim=0)
-            entries |= {f"{name}/chance": self.distance(mean.expand_as(t), t), f"{name}/floor": 0 * cls.detach()}
-        return entries
+        pairs = (self.projector(token), token_t), (self.patch_projector(patches), patches_t)
+        terms = Terms()
+        for name, weight, (s, t) in zip(("class", "patch"), self.options.weights, pairs, strict=True):
+            mean = t.float().flatten(0, -2).mean(dim=0).expand_as(t)  # of a student that gives it for all images
+            terms.add_value(name, weight, self.distance(s, t), chance=self.distance(mean, t))
+        return terms.total()
 
     def distance(self, s: Tensor, t: Tensor) -> Tensor:
         """1 − cos(s, t), or the mean of (s − t)², averaged over tokens: (…, D_t) each, fp32 under any autocast."""

@@ -11,7 +11,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from patchmix.losses import cross_entropy, entropy, swapped_prediction
+from patchmix.losses import Terms, cross_entropy, entropy, swapped_prediction
 from patchmix.methods.method import Center, Method, MomentumCopy
 from patchmix.methods.options import IBOTOptions
 from patchmix.nn import PrototypeHead, all_tokens, patch_size_of, project
@@ -38,11 +38,9 @@ class IBOT(Method):
 
     def before_step(self, progress: float) -> None:
         options = self.options
-        for name, (start, end) in (
-            ("teacher_temperature", options.teacher_temperature),
-            ("teacher_patch_temperature", options.teacher_patch_temperature),
-        ):
-            self.scalars[name] = Linear(start, end, options.teacher_warmup)(progress)
+        both = options.teacher_temperature, options.teacher_patch_temperature
+        for name, ends in zip(("teacher_temperature", "teacher_patch_temperature"), both, strict=True):
+            self.scalars[name] = Linear(*ends, options.teacher_warmup)(progress)
         self.head.frozen = progress < options.freeze_last_layer
 
     def draw(self, views: Sequence[Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor]]:
@@ -72,37 +70,25 @@ class IBOT(Method):
             self.center.observe(t)
             self.center_patch.observe(g.scores(z_patch.float().mean(dim=(0, 1), keepdim=True)))  # scores are linear
 
-        tau = self.options.student_temperature
+        terms, tau, chance = Terms(), self.options.student_temperature, math.log(t.shape[-1])
         cls = swapped_prediction(s, p.chunk(2), tau)  # Eq. 2
         mim = (weight * cross_entropy(s_masked, p_masked, tau)).sum()
-        chance = cls.new_full((), math.log(t.shape[-1]))
-        return {
-            "loss": self.options.weights[0] * cls + self.options.weights[1] * mim,
-            "cls": cls,
-            "cls/chance": chance,
-            "cls/floor": entropy(p).mean(),
-            "mim": mim,
-            "mim/chance": weight.sum() * chance,
-            "mim/floor": (weight * entropy(p_masked)).sum(),
-        }
+        terms.add_value("cls", self.options.weights[0], cls, chance=chance, floor=entropy(p).mean())
+        floor = (weight * entropy(p_masked)).sum()
+        terms.add_value("mim", self.options.weights[1], mim, chance=weight.sum() * chance, floor=floor)
+        return terms.total()
 
     def draw_masks(self, images: Tensor) -> Tensor:
         """(N, T), true where a patch is masked; on the CPU, from the method's own generator."""
-        return block_masks(
-            len(images),
-            images.shape[-2] // self.patch_size,
-            images.shape[-1] // self.patch_size,
-            probability=self.options.mask_probability,
-            ratio=self.options.mask_ratio,
-            generator=self.generator,
-        )
+        rows, columns = (side // self.patch_size for side in images.shape[-2:])
+        options = self.options
+        return block_masks(len(images), rows, columns, options.mask_probability, options.mask_ratio, self.generator)
 
 
 def block_masks(
     n: int,
     rows: int,
     columns: int,
-    *,
     probability: float = 0.5,
     ratio: tuple[float, float] = (0.1, 0.5),
     generator: torch.Generator | None = None,

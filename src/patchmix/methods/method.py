@@ -9,6 +9,7 @@ from timm.layers.drop import DropPath
 from torch import Tensor, nn
 
 from patchmix import distributed
+from patchmix.losses import pad_targets
 from patchmix.nn import PrototypeHead, TokenDropout, project
 
 
@@ -21,15 +22,12 @@ class Method(nn.Module):
     """
 
     encoder: nn.Module  # what is evaluated, exported, shipped
-    generator: torch.Generator  # the method's own randomness; re-seeded before each pass from (seed, pass, rank)
-    shared_generator: torch.Generator  # the same on every process: re-seeded from (seed, pass)
-    scalars: dict[str, float]  # numbers besides the losses that are worth a curve: momentum, temperature
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = torch.Generator()
-        self.shared_generator = torch.Generator()
-        self.scalars = {}
+        self.generator = torch.Generator()  # the method's own; re-seeded before each pass from (seed, pass, rank)
+        self.shared_generator = torch.Generator()  # the same on every process: re-seeded from (seed, pass)
+        self.scalars: dict[str, float] = {}  # numbers besides the losses that are worth a curve: momentum, temperature
         self.register_load_state_dict_pre_hook(_rename_centers)  # type: ignore[no-untyped-call]
 
     def before_step(self, progress: float) -> None:
@@ -49,8 +47,7 @@ class Method(nn.Module):
             dropout.share = share
 
     def momentum_encoder(self) -> nn.Module | None:
-        copies = [module for module in self.children() if isinstance(module, MomentumCopy)]
-        return copies[0].network[0] if copies else None
+        return next((module.network[0] for module in self.children() if isinstance(module, MomentumCopy)), None)
 
     def embed(self, encoder: nn.Module, features: Tensor) -> Tensor:
         """Features of the encoder, or of its momentum copy, as the loss compares them: (N, D) → (N, projection).
@@ -120,11 +117,9 @@ class Center(nn.Module):
     A pass is centered by the outputs of earlier steps: `observe` collects, `update` moves the center after the step.
     """
 
-    value: Tensor
-
     def __init__(self, dim: int, momentum: float) -> None:
         super().__init__()
-        self.register_buffer("value", torch.zeros(dim))
+        self.value = nn.Buffer(torch.zeros(dim))
         self.momentum = momentum
         self._sum: Tensor | None = None
         self._count = 0
@@ -144,3 +139,9 @@ class Center(nn.Module):
         mean = distributed.all_reduce_sum(self._sum) / (self._count * distributed.world_size())
         self.value.lerp_(mean, 1.0 - self.momentum)
         self._sum, self._count = None, 0
+
+
+def among_all(target: Tensor) -> Tensor:
+    """Targets of this process's N queries among its own N keys → among the K keys of all: (N, K), zero elsewhere."""
+    n = len(target)
+    return pad_targets(target, n * distributed.world_size(), n * distributed.rank())

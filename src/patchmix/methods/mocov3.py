@@ -10,8 +10,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.losses import Contrasts, pad_targets
-from patchmix.methods.method import Method, MomentumCopy
+from patchmix.losses import Terms
+from patchmix.methods.method import Method, MomentumCopy, among_all
 from patchmix.methods.options import MoCoV3Options
 from patchmix.nn import mlp_head, project
 from patchmix.schedules import Cosine
@@ -34,9 +34,8 @@ class MoCoV3(Method):
         q1, q2, *q_local = project(views, self.encoder, self.projector, self.predictor)
         k1, k2 = (distributed.gather(k) for k in self.momentum_copy.project(x1, x2))  # (K, D), of all processes
 
-        n = len(x1)
-        same_image = pad_targets(torch.eye(n, device=x1.device), len(k1), distributed.rank() * n)  # (N, K)
-        terms, scale = Contrasts(self.options.temperature), 2 * self.options.temperature
+        same_image = among_all(torch.eye(len(x1), device=x1.device))  # (N, K)
+        terms, scale = Terms(self.options.temperature), 2 * self.options.temperature
         terms.add("contrast", scale, (q1, k2), (q2, k1), target=same_image)  # ctr(q1, k2) + ctr(q2, k1)
         if local_crops:
             q = torch.cat(q_local)

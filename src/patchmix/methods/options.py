@@ -48,7 +48,7 @@ class MoCoV3Options:
 
     temperature: Temperature = 0.2  # Temperature τ.
     momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.
-    frozen_patch_embed: bool = True  # Keep the random patch projection fixed (Section 4.2).
+    frozen_patch_embed: bool = True  # Keep the random patch projection fixed (MoCo v3, Section 4.2).
     head_hidden: Count = 4096  # Width of the heads' hidden layers.
     head_out: Count = 256  # Size of the projections and predictions.
 
@@ -92,10 +92,13 @@ class DINOOptions:
     """DINO, with the paper's defaults for ViT (Section 3.2); epochs became fractions of the training."""
 
     student_temperature: Temperature = 0.1  # Temperature of the student, τ_s.
-    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t: start, end of warm-up.
+    teacher_temperature: tuple[Temperature, Temperature] = (
+        0.04,
+        0.07,
+    )  # Teacher τ_t of class tokens: start, end of warm-up.
     teacher_warmup: Fraction = 0.1  # Fraction of the training in which τ_t rises.
-    center_momentum: Fraction = 0.9  # Momentum of the center, m in Eq. 4.
-    momentum: Fraction = 0.996  # Momentum λ at the start; it rises to 1 by a cosine.
+    center_momentum: Fraction = 0.9  # Momentum of the center of class tokens, m in DINO's Eq. 4.
+    momentum: Fraction = 0.996  # Momentum of the teacher at the start; it rises to 1 by a cosine.
     freeze_last_layer: Fraction = 0.01  # Fraction of the training with fixed prototypes.
     norm_last_layer: bool = True  # Keep prototypes at unit length.
     head_hidden: Count = 2048  # Width of the head's hidden layers.
@@ -104,38 +107,24 @@ class DINOOptions:
 
 
 @dataclass(frozen=True)
-class IBOTOptions:
+class IBOTOptions(DINOOptions):
     """iBOT, with the paper's defaults for ViT (Section 4 and appendix B); epochs became fractions of the training."""
 
     weights: tuple[float, float] = (1.0, 1.0)  # Weights of L_CLS and L_MIM.
     mask_probability: Fraction = 0.5  # Probability that a view is masked.
     mask_ratio: tuple[Fraction, Fraction] = (0.1, 0.5)  # Range of the fraction of masked patches.
-    student_temperature: Temperature = 0.1  # Temperature of the student, τ_s.
-    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t of class tokens.
     teacher_patch_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t of patch tokens.
-    teacher_warmup: Fraction = 0.1  # Fraction of the training in which both τ_t rise.
-    center_momentum: Fraction = 0.9  # Momentum of the center of class tokens, m.
     center_patch_momentum: Fraction = 0.9  # Momentum of the center of patch tokens, m′.
-    momentum: Fraction = 0.996  # Momentum l at the start; it rises to 1 by a cosine.
-    freeze_last_layer: Fraction = 0.01  # Fraction of the training with fixed prototypes.
-    norm_last_layer: bool = True  # Keep prototypes at unit length.
-    head_hidden: Count = 2048  # Width of the head's hidden layers.
-    head_bottleneck: Count = 256  # Size of the vectors that are compared with the prototypes.
     head_out: Count = 8192  # K, the number of prototypes; one head serves class and patch tokens.
 
 
 @dataclass(frozen=True)
-class SDMPOptions:
-    """SDMP, with the authors' defaults for ViT."""
+class SDMPOptions(MoCoV3Options):
+    """SDMP on MoCo v3, with the authors' defaults for ViT."""
 
     mix: Literal["resizemix", "cutmix", "mixup", "all"] = "resizemix"  # The mix; all draws one of the three per step.
     pasted_area: tuple[Fraction, Fraction] = (0.1, 0.9)  # Range of the fraction of an image that ResizeMix pastes over.
     weights: tuple[float, float, float] = (1.0, 0.5, 0.5)  # Weights of source-to-source, mix-to-source and mix-to-mix.
-    temperature: Temperature = 0.2  # Temperature τ.
-    momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.
-    frozen_patch_embed: bool = True  # Keep the random patch projection fixed, as in MoCo v3.
-    head_hidden: Count = 4096  # Width of the heads' hidden layers.
-    head_out: Count = 256  # Size of the projections and predictions.
 
 
 @dataclass(frozen=True)

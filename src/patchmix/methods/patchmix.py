@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchmix import distributed
-from patchmix.losses import Contrasts, pad_targets, smooth
-from patchmix.methods.method import Method, MomentumCopy
+from patchmix.losses import Terms, smooth
+from patchmix.methods.method import Method, MomentumCopy, among_all
 from patchmix.methods.options import PatchMixOptions
 from patchmix.mixing import Mix, Mixed, create_mix, overlap
 from patchmix.nn import is_plain, mlp_head, patch_size_of, project, region_tokens
@@ -21,8 +21,6 @@ from patchmix.schedules import Cosine, Linear, stage
 
 
 class PatchMixMethod(Method):
-    ramp: Tensor  # factor of the weights of mixed terms
-
     def __init__(self, encoder: VisionTransformer, options: PatchMixOptions = PatchMixOptions()) -> None:
         super().__init__()
         _check(options, encoder)
@@ -35,7 +33,7 @@ class PatchMixMethod(Method):
         if options.momentum_encoder:
             momentum = Cosine(options.momentum, 1.0, stages=options.momentum_stages)  # μ
             self.momentum_copy = MomentumCopy(encoder, self.projector, momentum=momentum)
-        self.register_buffer("ramp", torch.ones(()), persistent=False)
+        self.ramp = nn.Buffer(torch.ones(()), persistent=False)  # factor of the weights of mixed terms
         self.set_mix(0.0)
 
     def set_mix(self, progress: float) -> None:
@@ -78,7 +76,7 @@ class PatchMixMethod(Method):
             mix1.images if mtm and symmetric else None,
             mix2.images if mtm else None,
         )
-        terms = Contrasts(self.options.temperature)
+        terms = Terms(self.options.temperature)
         self.add_contrasts(terms, (x1, z2) if shared else (x2, z1), (mix1, z2), (mix2, z_mix2))
         if symmetric:
             self.add_contrasts(terms, (x1, z2), (mix2, z1), (mix1, z_mix1))
@@ -92,7 +90,7 @@ class PatchMixMethod(Method):
         return terms.total()  # Eq. 16
 
     def add_contrasts(
-        self, terms: Contrasts, plain: tuple[Tensor, Tensor], mix1: tuple[Mixed, Tensor], mix2: tuple[Mixed, Tensor]
+        self, terms: Terms, plain: tuple[Tensor, Tensor], mix1: tuple[Mixed, Tensor], mix2: tuple[Mixed, Tensor]
     ) -> None:
         """Computes the queries of one direction and adds their contrasts.
 
@@ -136,15 +134,11 @@ class PatchMixMethod(Method):
         if not self.options.mix_across:
             return mix(x)
         mixed = mix(distributed.gather(x))
-        return replace(mixed, images=mixed.images.chunk(distributed.world_size())[distributed.rank()])
+        return replace(mixed, images=own_rows(mixed.images))
 
     def targets(self, similarity: Tensor) -> Tensor:
         """Of this process's N queries among the K keys of all: similarity (N, N), or (K, K) across → (N, K)."""
-        rank, world_size = distributed.rank(), distributed.world_size()
-        if self.options.mix_across:
-            return similarity.chunk(world_size)[rank]
-        n = len(similarity)
-        return pad_targets(similarity, n * world_size, rank * n)
+        return own_rows(similarity) if self.options.mix_across else among_all(similarity)
 
     def queries(self, *batches: Tensor | None) -> list[Tensor]:
         """h = H(G(F_Θ(x))) of each batch."""
@@ -178,6 +172,11 @@ class PatchMixMethod(Method):
             super().after_step(progress)  # line 11
 
 
+def own_rows(x: Tensor) -> Tensor:
+    """This process's part of the rows of all: (K, …) → (N, …)."""
+    return x.chunk(distributed.world_size())[distributed.rank()]
+
+
 def spread(share: float, n: int, device: torch.device) -> Tensor | slice:
     """Rows of a batch, evenly spread, so that any number of processes chooses the same images; two for batch norm."""
     count = max(2, round(share * n))
@@ -187,16 +186,11 @@ def spread(share: float, n: int, device: torch.device) -> Tensor | slice:
 def _check(options: PatchMixOptions, encoder: VisionTransformer) -> None:
     if not any([*options.weights, options.region_weight]):
         raise ValueError(f"weights are {options.weights}; at least one of the three must not be 0")
-    if options.mix != "patchmix":
-        if options.region_weight:
-            raise ValueError(
-                f"region_weight needs --mix patchmix: regions of {options.mix!r} are not whole patches; "
-                "add --region-weight 0"
-            )
-        return
-    if options.region_weight and not is_plain(encoder):
-        raise ValueError("region_weight needs a ViT of plain blocks with a class token; add --region-weight 0")
+    patches = options.mix == "patchmix"
+    if options.region_weight and not (patches and is_plain(encoder)):
+        reason = "a ViT of plain blocks with a class token" if patches else "--mix patchmix, which mixes whole patches"
+        raise ValueError(f"region_weight needs {reason}; add --region-weight 0")
     rows, columns = encoder.patch_embed.grid_size
     for block in options.mix_blocks:
-        if rows % block or columns % block:
+        if patches and (rows % block or columns % block):
             raise ValueError(f"mix_blocks has {block}; the grid of {rows} × {columns} patches is not a multiple of it")

@@ -13,8 +13,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.losses import Contrasts, mean_of_rows, pad_targets
-from patchmix.methods.method import Method, MomentumCopy
+from patchmix.losses import Terms, mean_of_rows
+from patchmix.methods.method import Method, MomentumCopy, among_all
 from patchmix.methods.options import RegionCLOptions
 from patchmix.mixing import RegionSwap, partners
 from patchmix.nn import all_tokens, mlp_head, patch_size_of, project
@@ -40,32 +40,25 @@ class RegionCL(Method):
         return ((self.swap(views[0], region).images, inside.flatten().to(views[0].device, non_blocking=True)),)
 
     def forward(self, views: Sequence[Tensor], drawn: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-        """views: x1, x2 (N, C, H, W), then any number of local crops, which are queries for the key; drawn: of
-        `draw`.
-        """
+        """views: x1, x2 (N, C, H, W), then any number of local crops, queries for the key; drawn: of `draw`."""
         x1, x2, *local_crops = views
         swapped, inside = drawn or self.draw(views)[0]
         q, *q_local = project([x1, *local_crops], self.encoder, self.projector, self.predictor)
         paste, canvas = (self.predictor(self.projector(f)) for f in self.region_features(swapped, inside))
         k = distributed.gather(self.momentum_copy.project(x2)[0])
 
-        n, offset = len(x1), distributed.rank() * len(x1)
         weights, tau = self.options.weights, self.options.temperature
-        same_image = pad_targets(torch.eye(n, device=x1.device), len(k), offset)
-        terms = Contrasts(tau)
+        same_image = among_all(torch.eye(len(x1), device=x1.device))
+        terms = Terms(tau)
         terms.add("instance", weights[0], (q, k), target=same_image)
         if local_crops:
             terms.add("local", 1.0, (torch.cat(q_local), k), target=same_image.repeat(len(local_crops), 1))
-        labels = torch.arange(n, device=x1.device) + offset  # which key is the image's own
-        regions = [
-            region_contrast(canvas, k, paste, labels, tau),
-            region_contrast(paste, k, canvas, partners(labels), tau),
-        ]
-        level = torch.stack(regions).mean()
-        entries = terms.total()
-        chance = level.new_full((), math.log(len(k) + 1))
-        entries |= {"region": level, "region/chance": chance, "region/floor": torch.zeros_like(chance)}
-        return entries | {"loss": entries["loss"] + weights[1] * level}
+        own = same_image.argmax(dim=1)  # which key is the image's
+        of_canvas = region_contrast(canvas, k, paste, own, tau)
+        of_paste = region_contrast(paste, k, canvas, partners(own), tau)
+        level = torch.stack([of_canvas, of_paste]).mean()
+        terms.add_value("region", weights[1], level, chance=math.log(len(k) + 1))
+        return terms.total()
 
     def region_features(self, swapped: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
         """Means of the patch tokens inside and outside the region: (N, D) each."""

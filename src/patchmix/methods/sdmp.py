@@ -10,8 +10,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.losses import Contrasts, pad_targets
-from patchmix.methods.method import Method, MomentumCopy
+from patchmix.losses import Terms
+from patchmix.methods.method import Method, MomentumCopy, among_all
 from patchmix.methods.options import SDMPOptions
 from patchmix.mixing import PAIR_MIXES, Mixed, OneOf, ResizeMix, overlap
 from patchmix.nn import mlp_head, project
@@ -51,17 +51,15 @@ class SDMP(Method):
         q1, q_mix2, *q_local = project(queries, self.encoder, self.projector, self.predictor)
         k1, k2, k_mix1 = (distributed.gather(k) for k in self.momentum_copy.project(x1, x2, mix1.images))
 
-        n, keys, offset = len(x1), len(k1), distributed.rank() * len(x1)
-        same_image = pad_targets(torch.eye(n, device=x1.device), keys, offset)
-        mixed = pad_targets(mix2.share, keys, offset)
+        same_image = among_all(torch.eye(len(x1), device=x1.device))
         # 1 for the same mix and λ_c = min(λ_i, 1 − λ_j) + min(1 − λ_i, λ_j) for the partner's, over their sum.
         common = overlap(mix2.share, mix1.share)
-        common = pad_targets(common / common.sum(dim=1, keepdim=True), keys, offset)
+        common = common / common.sum(dim=1, keepdim=True)
         weights = self.options.weights
-        terms, scale = Contrasts(self.options.temperature), 2 * self.options.temperature
+        terms, scale = Terms(self.options.temperature), 2 * self.options.temperature
         terms.add("source", scale * weights[0], (q1, k2), target=same_image)
-        terms.add("mix_to_source", scale * weights[1], (q_mix2, k1), target=mixed)
-        terms.add("mix_to_mix", scale * weights[2], (q_mix2, k_mix1), target=common)
+        terms.add("mix_to_source", scale * weights[1], (q_mix2, k1), target=among_all(mix2.share))
+        terms.add("mix_to_mix", scale * weights[2], (q_mix2, k_mix1), target=among_all(common))
         if local_crops:
             q = torch.cat(q_local)
             terms.add("local", scale, (q, k1), (q, k2), target=same_image.repeat(len(local_crops), 1))

@@ -12,8 +12,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix import distributed
-from patchmix.losses import Contrasts, mean_of_rows, pad_targets
-from patchmix.methods.method import Method
+from patchmix.losses import Terms, mean_of_rows
+from patchmix.methods.method import Method, among_all
 from patchmix.methods.options import SimCLROptions
 from patchmix.nn import BatchNorm, mlp_head, project
 
@@ -33,17 +33,14 @@ class SimCLR(Method):
         features = torch.cat(project(views, self.encoder))
         z1, z2, *z_local = self.projector(features).chunk(len(views))  # batch norms see all views at once
         keys = torch.cat([distributed.gather_with_gradient(z) for z in (z1, z2)])  # (2K, D)
-        n, k, offset = len(z1), len(keys) // 2, distributed.rank() * len(z1)
-        loss = nt_xent(torch.cat([z1, z2]), keys, offset, self.options.temperature)
-        chance = loss.new_full((), math.log(max(2 * k - 1, 1)))
-        entries = {"loss": loss, "ntxent": loss, "ntxent/chance": chance, "ntxent/floor": torch.zeros_like(chance)}
+        terms = Terms(self.options.temperature)
+        loss = nt_xent(torch.cat([z1, z2]), keys, distributed.rank() * len(z1), self.options.temperature)
+        terms.add_value("ntxent", 1.0, loss, chance=math.log(max(len(keys) - 1, 1)))
         if z_local:
-            same_image = pad_targets(torch.eye(n, device=loss.device), k, offset)
+            same_image = among_all(torch.eye(len(z1), device=z1.device))
             both_views = torch.cat([same_image, same_image], dim=1).repeat(len(z_local), 1) / 2
-            terms = Contrasts(self.options.temperature)
             terms.add("local", 1.0, (torch.cat(z_local), keys), target=both_views)
-            entries |= terms.total() | {"loss": loss + terms.loss}
-        return entries
+        return terms.total()
 
 
 def nt_xent(queries: Tensor, keys: Tensor, offset: int, temperature: float) -> Tensor:

@@ -15,26 +15,18 @@ from patchmix import distributed
 from patchmix.losses import entropy, swapped_prediction
 from patchmix.methods.method import Method
 from patchmix.methods.options import SwAVOptions
-from patchmix.nn import BatchNorm, project
+from patchmix.nn import project, two_layer_head
 
 
 class SwAV(Method):
-    queue: Tensor
-    queued: Tensor
-
     def __init__(self, encoder: VisionTransformer, options: SwAVOptions = SwAVOptions()) -> None:
         super().__init__()
         self.options = options
         self.encoder = encoder
-        self.projector = nn.Sequential(
-            nn.Linear(encoder.num_features, options.head_hidden),
-            BatchNorm(options.head_hidden),
-            nn.ReLU(inplace=True),
-            nn.Linear(options.head_hidden, options.head_out),
-        )
+        self.projector = two_layer_head(encoder.num_features, options.head_hidden, options.head_out, bias=True)
         self.prototypes = nn.Parameter(F.normalize(torch.randn(options.prototypes, options.head_out), dim=1))  # Cᵀ
-        self.register_buffer("queue", torch.zeros(2, options.queue_length, options.head_out))
-        self.register_buffer("queued", torch.zeros((), dtype=torch.long))
+        self.queue = nn.Buffer(torch.zeros(2, options.queue_length, options.head_out))
+        self.queued = nn.Buffer(torch.zeros((), dtype=torch.long))
         self.frozen, self.queueing = options.freeze_prototypes > 0, options.queue_start == 0
 
     @torch.no_grad()
@@ -72,7 +64,7 @@ class SwAV(Method):
     def enqueue(self, *views: Tensor) -> None:
         new = torch.stack([distributed.gather(z.detach()) for z in views])
         self.queue.copy_(torch.cat([new, self.queue], dim=1)[:, : self.queue.shape[1]])
-        self.queued += new.shape[1]
+        self.queued.add_(new.shape[1])
 
     def fixed_parameters(self) -> list[nn.Parameter]:
         return [self.prototypes] if self.frozen else []

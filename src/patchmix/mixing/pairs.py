@@ -1,12 +1,10 @@
 """Mixes of two images. The partner of image i is N − 1 − i, as in SDMP and RegionCL.
 
 So mixed images i and N − 1 − i have the same two sources; the middle image of an odd batch is its own partner.
-`fraction` (N,) is how much of each mixed image comes from its partner.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +13,8 @@ from torch import Tensor
 from patchmix.mixing.patchmix import Mix, Mixed, check_images, check_patch_size
 
 
-class _BetaMix(Mix):
-    """Keeps λ ~ Beta(α, α) of each image."""
+class PairMix(Mix):
+    """Keeps λ of each image, here λ ~ Beta(α, α), and takes the rest, `fraction` = 1 − λ (N,), from its partner."""
 
     def __init__(self, alpha: float = 1.0, generator: torch.Generator | None = None) -> None:
         if not alpha > 0:
@@ -25,46 +23,41 @@ class _BetaMix(Mix):
         self.alpha, self.generator = alpha, generator
 
     def draw(self, n: int) -> Tensor:
-        """fraction = 1 − λ: (N,)."""
         return 1.0 - beta(n, self.alpha, self.generator)
 
+    def __call__(self, images: Tensor, fraction: Tensor | None = None) -> Mixed:
+        n, *_ = check_images(images, type(self).__name__)
+        return self.mix(images, self.draw(n) if fraction is None else fraction.cpu())
 
-class Mixup(_BetaMix):
+    def mix(self, images: Tensor, fraction: Tensor) -> Mixed:
+        raise NotImplementedError
+
+
+class Mixup(PairMix):
     """Zhang et al., ICLR 2018: x̃ = λ·x + (1 − λ)·x′ with λ ~ Beta(α, α), one λ per image."""
 
-    def __call__(self, images: Tensor, fraction: Tensor | None = None) -> Mixed:
-        n, *_ = check_images(images, "Mixup")
-        fraction = (self.draw(n) if fraction is None else fraction).to(images.device, non_blocking=True)
-        exact = _exact(images.dtype)
-        mixed = torch.lerp(images.to(exact), partners(images).to(exact), fraction.view(-1, 1, 1, 1).to(exact))
+    def mix(self, images: Tensor, fraction: Tensor) -> Mixed:
+        fraction, exact = fraction.to(images.device, non_blocking=True), _as_float(images)
+        mixed = torch.lerp(exact, partners(exact), fraction.view(-1, 1, 1, 1).to(exact.dtype))
         return Mixed(_as_dtype(mixed, images.dtype), pair_share(fraction))
 
 
-class CutMix(_BetaMix):
+class CutMix(PairMix):
     """Yun et al., ICCV 2019: a box of one image is replaced by the same box of another.
 
     Its sides are W·√(1 − λ), H·√(1 − λ), λ ~ Beta(α, α), around a uniform center, cut off at the border. The share
     counts the box's pixels; it is not the λ that was drawn.
     """
 
-    def __call__(self, images: Tensor, fraction: Tensor | None = None) -> Mixed:
-        n, _, height, width = check_images(images, "CutMix")
-        side = (self.draw(n) if fraction is None else fraction.cpu()).sqrt()
-        center = torch.rand(2, n, generator=self.generator)
-        edges = []
-        for size, position in ((height, center[0]), (width, center[1])):
-            length = (side * size).round().clamp(max=size - 1)  # something of the image itself stays
-            start = (position * size - length / 2).round()
-            edges.append((start.clamp(min=0).long(), (start + length).clamp(max=size).long()))
-        (top, bottom), (left, right) = edges
-        return _paste(
-            partners(images),
-            images,
-            *(edge.to(images.device, non_blocking=True) for edge in (top, left, bottom, right)),
-        )
+    def mix(self, images: Tensor, fraction: Tensor) -> Mixed:
+        size = torch.tensor(images.shape[-2:]).unsqueeze(1)  # (2, 1): height, width
+        center = torch.rand(2, len(images), generator=self.generator) * size
+        length = (fraction.sqrt() * size).round().clamp(max=size - 1)  # something of the image itself stays
+        start = (center - length / 2).round()
+        return _paste(partners(images), images, start.clamp(min=0).long(), (start + length).clamp(max=size).long())
 
 
-class ResizeMix(Mix):
+class ResizeMix(PairMix):
     """Qin et al., 2020: the whole partner, resized by τ ~ U(0.1, 0.8) of its sides, is pasted at a uniform position.
 
     With `area`, it is the fraction of the image pasted over, τ², that is uniform.
@@ -82,31 +75,29 @@ class ResizeMix(Mix):
         self.scale, self.area, self.generator = scale, area, generator
 
     def draw(self, n: int) -> Tensor:
-        """fraction = τ², up to whole pixels: (N,)."""
+        """τ², up to whole pixels."""
         low, high = self.area or self.scale
         drawn = low + (high - low) * torch.rand(n, generator=self.generator)
         return drawn if self.area else drawn.square()
 
-    def __call__(self, images: Tensor, fraction: Tensor | None = None) -> Mixed:
-        n, _, height, width = check_images(images, "ResizeMix")
-        side = (self.draw(n) if fraction is None else fraction.cpu()).sqrt()
-        h, w = ((side * size).round().clamp(1, max(size - 1, 1)).long() for size in (height, width))
-        position = torch.rand(2, n, generator=self.generator)
-        top, left = (position[0] * (height - h + 1)).long(), (position[1] * (width - w + 1)).long()
-        h, w, top, left = (edge.to(images.device, non_blocking=True) for edge in (h, w, top, left))
+    def mix(self, images: Tensor, fraction: Tensor) -> Mixed:
+        size = torch.tensor(images.shape[-2:]).unsqueeze(1)  # (2, 1): height, width
+        length = (fraction.sqrt() * size).round().clamp(max=size - 1).clamp(min=1).long()
+        start = (torch.rand(2, len(images), generator=self.generator) * (size - length + 1)).long()
+        start, length = (edge.to(images.device, non_blocking=True) for edge in (start, length))
 
         # Each pixel of a box looks up its position in the partner: one sampling for boxes of any size.
-        y = 2.0 * (torch.arange(height, device=h.device) + 0.5 - top.unsqueeze(1)) / h.unsqueeze(1) - 1.0  # (N, H)
-        x = 2.0 * (torch.arange(width, device=w.device) + 0.5 - left.unsqueeze(1)) / w.unsqueeze(1) - 1.0  # (N, W)
-        exact, shape = _exact(images.dtype), (n, height, width)
-        grid = torch.stack((x.unsqueeze(1).expand(shape), y.unsqueeze(2).expand(shape)), dim=-1).to(exact)
+        exact, shape = _as_float(images), (len(images), *images.shape[-2:])
+        (top, left), (h, w) = start.unsqueeze(2), length.unsqueeze(2)  # (N, 1) each
+        y = 2.0 * (torch.arange(images.shape[2], device=h.device) + 0.5 - top) / h - 1.0  # (N, H)
+        x = 2.0 * (torch.arange(images.shape[3], device=w.device) + 0.5 - left) / w - 1.0  # (N, W)
+        grid = torch.stack((x.unsqueeze(1).expand(shape), y.unsqueeze(2).expand(shape)), dim=-1).to(exact.dtype)
         with torch.autocast(images.device.type, enabled=False):
-            small = F.grid_sample(partners(images).to(exact), grid, padding_mode="border", align_corners=False)
-        return _paste(_as_dtype(small, images.dtype), images, top, left, top + h, left + w)
+            small = F.grid_sample(partners(exact), grid, padding_mode="border", align_corners=False)
+        return _paste(_as_dtype(small, images.dtype), images, start, start + length)
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A rectangle in patches; bottom and right are exclusive."""
 
     top: int
@@ -122,10 +113,7 @@ class RegionSwap(Mix):
     """
 
     def __init__(
-        self,
-        patch_size: int,
-        sides: tuple[float, float] = (3 / 7, 5 / 7),
-        generator: torch.Generator | None = None,
+        self, patch_size: int, sides: tuple[float, float] = (3 / 7, 5 / 7), generator: torch.Generator | None = None
     ) -> None:
         check_patch_size(patch_size)
         if not 0.0 < sides[0] <= sides[1] < 1.0:
@@ -146,28 +134,21 @@ class RegionSwap(Mix):
         return start, start + length
 
     def __call__(self, images: Tensor, region: Region | None = None) -> Mixed:
-        region = self.draw(images) if region is None else region
-        p, (n, _, height, width) = self.patch_size, images.shape
-        rows = slice(region.top * p, region.bottom * p)
-        columns = slice(region.left * p, region.right * p)
-        mixed = images.clone(memory_format=torch.contiguous_format)
-        mixed[:, :, rows, columns] = partners(images[:, :, rows, columns])
-        area = (region.bottom - region.top) * (region.right - region.left) * p * p / (height * width)
-        return Mixed(mixed, pair_share(torch.full((n,), area, device=images.device)))
+        edges = (
+            torch.tensor(region or self.draw(images)).view(2, 2, 1) * self.patch_size
+        )  # (top, left), (bottom, right)
+        return _paste(partners(images), images, *edges.expand(2, 2, len(images)))
 
 
-AnyMix = TypeVar("AnyMix", bound=Mix)
-
-
-class OneOf(Mix, Generic[AnyMix]):
+class OneOf(Mix):
     """One of several mixes, drawn for each step by `for_one_step`, or for each call."""
 
-    def __init__(self, mixes: Sequence[AnyMix], generator: torch.Generator | None = None) -> None:
+    def __init__(self, mixes: Sequence[PairMix], generator: torch.Generator | None = None) -> None:
         if not mixes:
             raise ValueError("there is no mix to draw from; give at least one")
         self.mixes, self.generator = tuple(mixes), generator
 
-    def for_one_step(self) -> AnyMix:
+    def for_one_step(self) -> PairMix:
         return self.mixes[int(torch.randint(len(self.mixes), (), generator=self.generator))]
 
     def __call__(self, images: Tensor) -> Mixed:
@@ -191,19 +172,20 @@ def beta(n: int, alpha: float, generator: torch.Generator | None) -> Tensor:
     return (gamma[0] / gamma.sum(dim=0).clamp_min(1e-300)).clamp(1e-3, 1.0 - 1e-3).float()
 
 
-def _paste(source: Tensor, images: Tensor, top: Tensor, left: Tensor, bottom: Tensor, right: Tensor) -> Mixed:
-    """`images` with one box each of `source`: (N,) edges in pixels, bottom and right exclusive."""
+def _paste(source: Tensor, images: Tensor, start: Tensor, end: Tensor) -> Mixed:
+    """`images` with one box each of `source`, from `start` up to `end`: row and column in pixels, (2, N) each."""
+    start, end = (edge.to(images.device, non_blocking=True) for edge in (start, end))
     height, width = images.shape[-2:]
-    share = pair_share((bottom - top) * (right - left) / (height * width))
-    y = torch.arange(height, device=images.device).view(1, 1, -1, 1)
-    x = torch.arange(width, device=images.device).view(1, 1, 1, -1)
-    top, left, bottom, right = (edge.view(-1, 1, 1, 1) for edge in (top, left, bottom, right))
-    return Mixed(torch.where((y >= top) & (y < bottom) & (x >= left) & (x < right), source, images), share)
+    (top, left), (bottom, right) = start.view(2, -1, 1, 1, 1), end.view(2, -1, 1, 1, 1)
+    y, x = torch.arange(height, device=images.device).unsqueeze(1), torch.arange(width, device=images.device)
+    inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)  # (N, 1, H, W)
+    share = pair_share((end - start).prod(dim=0) / (height * width))
+    return Mixed(torch.where(inside, source, images), share)
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in."""
-    return dtype if dtype == torch.float64 else torch.float32
+def _as_float(images: Tensor) -> Tensor:
+    """What is computed with: float64 stays, the others become float32."""
+    return images if images.dtype == torch.float64 else images.float()
 
 
 def _as_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -50,6 +50,13 @@ def mlp_head(layers: int, in_dim: int, hidden: int, out_dim: int) -> nn.Sequenti
     return nn.Sequential(*modules)
 
 
+def two_layer_head(in_dim: int, hidden: int, out_dim: int, *, bias: bool) -> nn.Sequential:
+    """Linear, batch norm, ReLU, linear, as in BYOL and SwAV: the output has no batch norm, and a bias on demand."""
+    return nn.Sequential(
+        nn.Linear(in_dim, hidden), BatchNorm(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, out_dim, bias=bias)
+    )
+
+
 def decayed(parameter: nn.Parameter) -> nn.Parameter:
     """Marks a 1-d parameter that is decayed anyway: in its authors' code it has two dimensions."""
     parameter.decayed = True  # type: ignore[attr-defined]

@@ -88,13 +88,9 @@ class TokenMaps(nn.Module):
             raise ValueError(f"window is {window}, but attention in a {odd[0]} has no windows; use window 0")
         # DDP would wait for the gradients of parameters that no loss reaches.
         encoder.norm, encoder.fc_norm, encoder.head = nn.Identity(), nn.Identity(), nn.Identity()
-        self.encoder = encoder
-        self.blocks = tuple(blocks)
-        self.window = window
-        self.windowed = frozenset(windowed)
-        self.recompute = recompute
-        self.patch_size = patch_size_of(encoder)
-        self.dim = int(encoder.embed_dim)
+        self.encoder, self.blocks, self.recompute = encoder, tuple(blocks), recompute
+        self.window, self.windowed = window, frozenset(windowed)
+        self.patch_size, self.dim = patch_size_of(encoder), int(encoder.embed_dim)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """(N, 3, H, W), sides multiples of p → for each of `blocks` (N, D, H/p, W/p)."""

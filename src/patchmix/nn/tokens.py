@@ -5,6 +5,7 @@ Shapes: N images of T tokens (class token first) with D numbers each.
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +45,10 @@ def class_tokens(encoder: nn.Module, images: Tensor) -> Tensor:
     to rounding, for ViTs of plain blocks that pool by class token; any other encoder is called as it is.
     """
     if not is_plain(encoder):
-        features: Tensor = encoder(images)
-        return features
+        return cast("Tensor", encoder(images))
     assert isinstance(encoder, VisionTransformer)
     x = encoder.patch_drop(add_positions(encoder, encoder.patch_embed(images)))  # (N, T, D)
-    pooled: Tensor = encoder.forward_head(_run_for_class_token(encoder, x))
-    return pooled
+    return encoder.forward_head(_run_for_class_token(encoder, x))
 
 
 def region_tokens(encoder: nn.Module, images: Tensor, regions: Tensor) -> Tensor:
@@ -79,8 +78,7 @@ def _run_for_class_token(encoder: VisionTransformer, x: Tensor, seen: Tensor | N
     assert isinstance(last, Block) and isinstance(last.attn, Attention)
     x = x[:, :1] + last.drop_path1(last.ls1(_attend_from_first(last.attn, last.norm1(x), seen)))
     x = x + last.drop_path2(last.ls2(last.mlp(last.norm2(x))))
-    out: Tensor = encoder.norm(x)
-    return out
+    return cast("Tensor", encoder.norm(x))
 
 
 def add_positions(encoder: VisionTransformer, x: Tensor) -> Tensor:
@@ -99,8 +97,7 @@ def add_positions(encoder: VisionTransformer, x: Tensor) -> Tensor:
     scale = ((rows + 0.1) / grid[0], (columns + 0.1) / grid[1])
     table = F.interpolate(table, scale_factor=scale, mode="bicubic").flatten(2).mT
     tokens = torch.cat([encoder.cls_token.expand(len(x), -1, -1), x.flatten(1, 2)], dim=1)
-    out: Tensor = encoder.pos_drop(tokens + torch.cat([positions[:, :1], table], dim=1))
-    return out
+    return cast("Tensor", encoder.pos_drop(tokens + torch.cat([positions[:, :1], table], dim=1)))
 
 
 class TokenDropout(nn.Module):
@@ -155,19 +152,13 @@ def _attend_from_first(attn: Attention, x: Tensor, seen: Tensor | None = None) -
     q = attn.q_norm(q).expand(n, heads, r, width)
     y = F.scaled_dot_product_attention(q, attn.k_norm(k), v, attn_mask=seen, dropout_p=dropout)
     y = y.transpose(1, 2).reshape(n, r, heads * width)
-    out: Tensor = attn.proj_drop(attn.proj(attn.norm(y)))
-    return out
+    return cast("Tensor", attn.proj_drop(attn.proj(attn.norm(y))))
 
 
 def all_tokens(
-    encoder: nn.Module,
-    images: Tensor,
-    mask: Tensor | None = None,
-    mask_token: Tensor | None = None,
+    encoder: nn.Module, images: Tensor, mask: Tensor | None = None, mask_token: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(class token (N, D), patch tokens (N, T, D)), both after the last norm.
-
-    Where a model pools in another way, such as by the mean, the first is what it pools.
+    """(class token (N, D), or what else the model pools; patch tokens (N, T, D)), both after the last norm.
 
     mask: (N, T), true where `mask_token` (D,) replaces the embedded patch, before positions are added.
     """
@@ -176,40 +167,30 @@ def all_tokens(
     if mask is not None:
         assert mask_token is not None
         x = torch.where(mask.view(*x.shape[:-1], 1), mask_token.to(x.dtype), x)
-    if isinstance(encoder, Eva):
-        x = _rotary_blocks(encoder, x)
+    arguments: list[dict[str, Any]] = [{}] * len(encoder.blocks)
+    if isinstance(encoder, Eva):  # queries and keys are turned by their positions
+        x, rope = encoder._pos_embed(x)
+        if rope is not None and getattr(encoder, "rope_mixed", False):  # another one for each block
+            arguments = [{"rope": turn} for turn in rope]
+        else:
+            arguments = [{"rope": rope}] * len(encoder.blocks)
     else:
-        x = add_positions(encoder, x)
-        x = encoder.norm_pre(encoder.patch_drop(x))
-        for block in encoder.blocks:
-            x = run_block(block, x, recompute=encoder.grad_checkpointing)
+        x = encoder.patch_drop(add_positions(encoder, x))
+    x = encoder.norm_pre(x)
+    for block, argument in zip(encoder.blocks, arguments, strict=True):
+        x = run_block(block, x, recompute=encoder.grad_checkpointing, **argument)
     x = encoder.norm(x)
     return encoder.forward_head(x), x[:, encoder.num_prefix_tokens :]
 
 
-def _rotary_blocks(encoder: Eva, x: Tensor) -> Tensor:
-    """The blocks of a ViT whose queries and keys are turned by their positions; x: embedded patches."""
-    x, rope = encoder._pos_embed(x)
-    x = encoder.norm_pre(x)
-    for i, block in enumerate(encoder.blocks):
-        turn = rope[i] if getattr(encoder, "rope_mixed", False) and rope is not None else rope
-        if encoder.grad_checkpointing and torch.is_grad_enabled():
-            x = checkpoint(block, x, rope=turn, use_reentrant=False)
-        else:
-            x = block(x, rope=turn)
-    return x
-
-
-def run_block(block: nn.Module, x: Tensor, *, recompute: bool) -> Tensor:
+def run_block(block: nn.Module, x: Tensor, *, recompute: bool, **arguments: Any) -> Tensor:
     """block(x); with `recompute` only its input is kept, and the backward pass computes the rest again."""
     if torch.is_grad_enabled() and recompute:
-        out: Tensor = checkpoint(block, x, use_reentrant=False)
-    elif torch.is_grad_enabled() and type(block) is Block and type(block.mlp) is Mlp:
+        return cast("Tensor", checkpoint(block, x, use_reentrant=False, **arguments))
+    if torch.is_grad_enabled() and type(block) is Block and type(block.mlp) is Mlp:
         x = x + block.drop_path1(block.ls1(block.attn(block.norm1(x))))
-        out = x + block.drop_path2(block.ls2(_lean_mlp(block.norm2, block.mlp, x)))
-    else:
-        out = block(x)
-    return out
+        return cast("Tensor", x + block.drop_path2(block.ls2(_lean_mlp(block.norm2, block.mlp, x))))
+    return cast("Tensor", block(x, **arguments))
 
 
 def _lean_mlp(norm: nn.Module, mlp: Mlp, x: Tensor) -> Tensor:

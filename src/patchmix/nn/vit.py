@@ -101,8 +101,7 @@ class ConvStem(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # faster on CPUs and GPUs
-        out: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
-        return out
+        return cast("Tensor", super().forward(x))  # type: ignore[no-untyped-call]
 
 
 def _check_sizes(name: str, options: dict[str, Any]) -> None:
@@ -112,10 +111,10 @@ def _check_sizes(name: str, options: dict[str, Any]) -> None:
     pixels, patch = options.get("img_size"), options.get("patch_size")
     if pixels and patch and pixels % patch:
         raise ValueError(f"model {name!r}: image size {pixels} is not a multiple of patch size {patch}")
-    dim, heads = options.get("embed_dim"), options.get("num_heads")
+    match, dim, heads = _NAME.fullmatch(name), options.get("embed_dim"), options.get("num_heads")
     if dim and heads and dim % heads:
         raise ValueError(f"model {name!r}: dim {dim} is not a multiple of {heads} heads")
-    if dim and not heads and (match := _NAME.fullmatch(name)) and dim % HEADS[match[1]]:
+    if dim and match and not heads and dim % HEADS[match[1]]:
         raise ValueError(f"model {name!r}: dim {dim} is not a multiple of its {HEADS[match[1]]} heads; set --heads too")
 
 
