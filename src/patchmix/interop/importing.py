@@ -207,7 +207,7 @@ def _split(
         if which and isinstance(value, Tensor) and ENCODER_TENSOR.fullmatch(inner):
             if encoders.setdefault(which, {}).setdefault(inner, name) != name:
                 raise ValueError(f"{name} and {encoders[which][inner]} are both {inner}; remove one of them")
-        elif reason := layout.extra(inner) or layout.extra(name):
+        elif reason := layout.extra(inner):
             dropped.setdefault(reason, []).append(name)
         else:
             unknown.append(name)

@@ -19,7 +19,7 @@ timm              bare names, or state_dict/… and state_dict_ema/… from its 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -67,25 +67,25 @@ def rename(name: str, table: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a project's encoders are: regular expressions for what precedes a tensor's timm name.
+    """What a project's checkpoints hold.
 
-    `one` is for files that hold a single encoder. `extras` names the parts that are no encoder weights; `heads` is the
-    number of heads of the project's models, by dim.
+    places: what precedes a tensor's timm name (a regular expression, without wrappers), and which encoder that is:
+        base, momentum, or one, if a file holds a single one.
+    extras: the parts that are no encoder weights. heads: of the project's models, by dim. to_timm: see `rename`.
     """
 
-    base: str | None = None
-    momentum: str | None = None
-    one: str | None = None
-    default: Which = "base"
+    places: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[int, int] = field(default_factory=lambda: _USUAL_HEADS)
-    to_timm: Mapping[str, str] = field(default_factory=dict)  # for `rename`
+    default: Which = "base"
+    to_timm: Mapping[str, str] = field(default_factory=dict)
 
     def split(self, name: str) -> tuple[str | None, str]:
         """The encoder that the tensor belongs to ("base", "momentum", "one" or None), and its name there."""
-        for which, prefix in (("base", self.base), ("momentum", self.momentum), ("one", self.one)):
-            if prefix is not None and (match := re.fullmatch(rf"{prefix}([^/]*)", name)):
-                return which, rename(match[1], self.to_timm)
+        name = re.sub(rf"(^|/){_WRAPPED}", r"\1", name)
+        for place, which in self.places.items():
+            if match := re.fullmatch(rf"(?:{place})(?P<inner>[^/]*)", name):
+                return which, rename(match["inner"], self.to_timm)
         return None, name
 
     def extra(self, name: str) -> str | None:
@@ -93,48 +93,27 @@ class Layout:
         return next((what for pattern, what in self.extras.items() if re.fullmatch(pattern, name)), None)
 
 
-_PROJECTION = {rf"(state_dict/)?{_WRAPPED}predictor\..*": "prediction head", r"head\.\d+\..*": "projection head"}
+_MOCO = {r"(state_dict/)?base_encoder\.": "base", r"(state_dict/)?momentum_encoder\.": "momentum"}
+_DINO = {r"student/(backbone\.)?": "base", r"teacher/(backbone\.)?": "momentum", r"(state_dict/)?(backbone\.)?": "one"}
+_TIMM = {r"(state_dict|model)/": "base", r"(state_dict|model)_ema/": "momentum", "": "one"}
+_MOCO_HEADS = {r"(state_dict/)?predictor\..*": "prediction head", r"head\.\d+\..*": "projection head"}
+_DINO_HEAD = {r"head\..*": "projection head"}
 _CLASSIFIER = {r"(head|head_dist)\.(weight|bias)": "classifier"}
-_AUTHORS = Layout(
-    base=rf"(?:state_dict/)?{_WRAPPED}base_encoder\.",
-    momentum=rf"(?:state_dict/)?{_WRAPPED}momentum_encoder\.",
-    extras=_PROJECTION,
-    heads={192: 3, 384: 12, 768: 12},
-)
-_DINO = Layout(
-    base=rf"student/{_WRAPPED}(?:backbone\.)?",
-    momentum=rf"teacher/{_WRAPPED}(?:backbone\.)?",
-    one=rf"(?:state_dict/)?{_WRAPPED}(?:backbone\.)?",
-    default="momentum",
-    extras={r"head\..*": "projection head"},
-)
+_DECODER = {r"decoder_.*": "decoder", "mask_token": "mask token"}
 LAYOUTS: dict[str, Layout] = {
-    "patchmix-authors": _AUTHORS,
-    "mocov3": replace(
-        _AUTHORS,
-        one=rf"(?:state_dict/)?{_WRAPPED}",
-        extras=_PROJECTION | _CLASSIFIER,
+    "patchmix-authors": Layout(_MOCO, _MOCO_HEADS, heads={192: 3, 384: 12, 768: 12}),
+    "mocov3": Layout(
+        {**_MOCO, r"(state_dict/)?": "one"},
+        {**_MOCO_HEADS, **_CLASSIFIER},
         heads={384: 12, 768: 12, 1024: 16, 1280: 16},
     ),
-    "dino": _DINO,
+    "dino": Layout(_DINO, _DINO_HEAD, default="momentum"),
     "dinov2": Layout(),
     "dinov3": Layout(),
-    "ibot": replace(_DINO, extras={**_DINO.extras, "masked_embed": "mask token"}),
-    "mae": Layout(
-        one=rf"(?:model/)?{_WRAPPED}",
-        extras={r"decoder_.*": "decoder", "mask_token": "mask token"} | _CLASSIFIER,
-    ),
-    "timm": Layout(
-        base=rf"(?:state_dict|model)/{_WRAPPED}",
-        momentum=rf"(?:state_dict_ema|model_ema)/{_WRAPPED}",
-        one=_WRAPPED,
-        extras=_CLASSIFIER,
-    ),
-    "torchvision": Layout(
-        one=rf"(?:(?:state_dict|model)/)?{_WRAPPED}",
-        extras={r"heads\..*": "classifier"},
-        to_timm=_FROM_TORCHVISION,
-    ),
+    "ibot": Layout(_DINO, {**_DINO_HEAD, "masked_embed": "mask token"}, default="momentum"),
+    "mae": Layout({r"(model/)?": "one"}, {**_DECODER, **_CLASSIFIER}),
+    "timm": Layout(_TIMM, _CLASSIFIER),
+    "torchvision": Layout({r"((state_dict|model)/)?": "one"}, {r"heads\..*": "classifier"}, to_timm=_FROM_TORCHVISION),
 }
 
 _CONTAINERS = {"state_dict", "model", "student", "teacher", "state_dict_ema", "model_ema"}

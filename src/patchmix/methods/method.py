@@ -99,8 +99,7 @@ class MomentumCopy(nn.Module):
     @torch.no_grad()
     def project(self, *batches: Tensor | None) -> list[Tensor]:
         """Each batch through the copies of the encoder and its heads: (N, C, H, W) → (N, D)."""
-        encoder, *heads = self.network
-        return project(batches, encoder, *heads)
+        return project(batches, *self.network)
 
     @torch.no_grad()
     def update(self, progress: float) -> float:

@@ -156,11 +156,8 @@ class PatchMixMethod(Method):
     @torch.no_grad()
     def keys(self, *batches: Tensor | None) -> list[Tensor]:
         """sg(z) = G(F_Ξ(x)) of each batch, of all processes; by Θ itself where there is no momentum encoder."""
-        if self.momentum_copy is None:
-            keys = project(batches, self.encoder, self.projector)
-        else:
-            keys = self.momentum_copy.project(*batches)
-        return [distributed.gather(z) if len(z) else z for z in keys]
+        network = (self.encoder, self.projector) if self.momentum_copy is None else self.momentum_copy.network
+        return [distributed.gather(z) if len(z) else z for z in project(batches, *network)]
 
     def before_step(self, progress: float) -> None:
         self.set_mix(progress)

@@ -144,8 +144,6 @@ class OneOf(Mix):
     """One of several mixes, drawn for each step by `for_one_step`, or for each call."""
 
     def __init__(self, mixes: Sequence[PairMix], generator: torch.Generator | None = None) -> None:
-        if not mixes:
-            raise ValueError("there is no mix to draw from; give at least one")
         self.mixes, self.generator = tuple(mixes), generator
 
     def for_one_step(self) -> PairMix:

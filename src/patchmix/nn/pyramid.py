@@ -20,7 +20,6 @@ from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastL
 from patchmix.nn.vit import patch_size_of
 
 STRIDES = (4, 8, 16, 32)
-PATCH_SIZES = (4, 8, 16, 32)  # from these every stride is some doublings or halvings away
 
 
 class Pyramid(nn.Module):
@@ -41,7 +40,7 @@ class Pyramid(nn.Module):
     ) -> None:
         super().__init__()
         depth, patch = len(encoder.blocks), patch_size_of(encoder)
-        if patch not in PATCH_SIZES:
+        if patch not in STRIDES:  # from these every stride is some doublings or halvings away
             raise ValueError(f"patches of {patch} px don't give strides 4 to 32; resample them to 16 (patch_size=16)")
         self.tokens = TokenMaps(
             encoder,
