@@ -354,12 +354,12 @@ def test_regioncl() -> None:
     method.generator.manual_seed(5)
     region = method.swap.draw(x1)
     swapped = x1.clone()
-    rows, columns = slice(4 * region.top, 4 * region.bottom), slice(4 * region.left, 4 * region.right)
+    rows, columns = (slice(4 * side.start, 4 * side.stop) for side in region)
     for i in range(6):
         swapped[i, :, rows, columns] = x1[5 - i, :, rows, columns]
     tokens = method.encoder.forward_features(swapped)[:, 1:].view(6, 4, 4, 24)
     within = torch.zeros(4, 4, dtype=torch.bool)
-    within[region.top : region.bottom, region.left : region.right] = True
+    within[region] = True
     head = lambda f: method.predictor(method.projector(f))  # noqa: E731
     paste = head(torch.stack([t[within].mean(dim=0) for t in tokens]))
     canvas = head(torch.stack([t[~within].mean(dim=0) for t in tokens]))

@@ -100,7 +100,7 @@ def import_checkpoint(
             arguments = dict(config.get("model_args") or {})
             arguments |= {key: given for key, given in (("num_heads", heads), ("img_size", image_size)) if given}
             architecture, weights = timm_encoder(config["architecture"], entries, arguments)
-            dropped = {"classifier": [name for name in tensors if name.startswith("head")]}
+            dropped = {"classifier": [name for name in tensors if name.rpartition("/")[2].startswith("head")]}
         elif format in ("dinov2", "dinov3"):
             architecture, weights = _released(format, tensors, image_size)
             dropped = {"not used after pre-training": [name for name in tensors if re.fullmatch(_UNUSED, name)]}

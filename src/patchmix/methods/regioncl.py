@@ -36,7 +36,7 @@ class RegionCL(Method):
         region = self.swap.draw(views[0])
         height, width = (side // self.swap.patch_size for side in views[0].shape[-2:])
         inside = torch.zeros(height, width, dtype=torch.bool)
-        inside[region.top : region.bottom, region.left : region.right] = True
+        inside[region] = True
         return ((self.swap(views[0], region).images, inside.flatten().to(views[0].device, non_blocking=True)),)
 
     def forward(self, views: Sequence[Tensor], drawn: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:

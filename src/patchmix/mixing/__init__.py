@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from patchmix.mixing.pairs import CutMix, Mixup, OneOf, Region, RegionSwap, ResizeMix, partners
+from patchmix.mixing.pairs import CutMix, Mixup, OneOf, RegionSwap, ResizeMix, partners
 from patchmix.mixing.patchmix import Mix, Mixed, PatchMix, overlap
 
-__all__ = ["MIXES", "PAIR_MIXES", "CutMix", "Mix", "Mixed", "Mixup", "OneOf", "PatchMix", "Region", "RegionSwap"]
-__all__ += ["ResizeMix", "create_mix", "overlap", "partners"]
+__all__ = ["MIXES", "PAIR_MIXES", "CutMix", "Mix", "Mixed", "Mixup", "OneOf", "PatchMix", "RegionSwap", "ResizeMix"]
+__all__ += ["create_mix", "overlap", "partners"]
 
 MIXES = ("patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap")  # the paper's Table "mix"
 PAIR_MIXES: dict[str, type[Mixup | CutMix | ResizeMix]] = {"resizemix": ResizeMix, "cutmix": CutMix, "mixup": Mixup}

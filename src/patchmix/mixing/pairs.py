@@ -4,7 +4,6 @@ So mixed images i and N − 1 − i have the same two sources; the middle image 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,15 +96,6 @@ class ResizeMix(PairMix):
         return _paste(_as_dtype(small, images.dtype), images, start, start + length)
 
 
-class Region(NamedTuple):
-    """A rectangle in patches; bottom and right are exclusive."""
-
-    top: int
-    left: int
-    bottom: int
-    right: int
-
-
 class RegionSwap(Mix):
     """RegionCL, Xu et al., ECCV 2022: two images exchange one region of whole patches, the same for the whole batch.
 
@@ -120,24 +110,22 @@ class RegionSwap(Mix):
             raise ValueError(f"sides of RegionSwap are {sides}; they must rise within (0, 1), e.g. (0.15, 0.45)")
         self.patch_size, self.sides, self.generator = patch_size, sides, generator
 
-    def draw(self, images: Tensor) -> Region:
+    def draw(self, images: Tensor) -> tuple[slice, slice]:
+        """Rows and columns of the region, in patches."""
         _, _, height, width = check_images(images, "RegionSwap", self.patch_size)
-        top, bottom = self._draw_side(height // self.patch_size)
-        left, right = self._draw_side(width // self.patch_size)
-        return Region(top, left, bottom, right)
+        return self._draw_side(height // self.patch_size), self._draw_side(width // self.patch_size)
 
-    def _draw_side(self, patches: int) -> tuple[int, int]:
+    def _draw_side(self, patches: int) -> slice:
         low = max(1, round(self.sides[0] * patches))
         high = max(low, round(self.sides[1] * patches))
         length = int(torch.randint(low, high + 1, (), generator=self.generator))
         start = int(torch.randint(patches - length + 1, (), generator=self.generator))
-        return start, start + length
+        return slice(start, start + length)
 
-    def __call__(self, images: Tensor, region: Region | None = None) -> Mixed:
-        edges = (
-            torch.tensor(region or self.draw(images)).view(2, 2, 1) * self.patch_size
-        )  # (top, left), (bottom, right)
-        return _paste(partners(images), images, *edges.expand(2, 2, len(images)))
+    def __call__(self, images: Tensor, region: tuple[slice, slice] | None = None) -> Mixed:
+        rows, columns = region or self.draw(images)
+        edges = torch.tensor([[rows.start, columns.start], [rows.stop, columns.stop]]) * self.patch_size
+        return _paste(partners(images), images, *edges.unsqueeze(2).expand(2, 2, len(images)))
 
 
 class OneOf(Mix):
