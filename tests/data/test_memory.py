@@ -105,6 +105,19 @@ def test_all_processes_share_one_block(method: str) -> None:
     assert (source.load(1) == 9).all()
 
 
+@pytest.mark.parametrize(("rank", "line"), [("0", "decoding x: 30 images\n"), ("1", "")])
+def test_only_the_first_process_shows_progress(
+    rank: str, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("patchmix.progress._QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("patchmix.data.memory._CHUNK", 10)
+    source = FolderSource(folder, name="x")
+    capsys.readouterr()  # of listing
+    in_memory(source, 1 << 20)
+    assert capsys.readouterr().err == line
+
+
 class TestCheckDecodable:
     def test_names_count_share_and_files(self, folder: Path) -> None:
         for source in (
