@@ -314,6 +314,18 @@ def test_hostile_checkpoints(
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").rglob("*.safetensors"))
 
 
+def test_what_is_missing_in_a_python_call_is_named() -> None:
+    with pytest.raises(ValueError, match="out is missing; give it as out=…"):
+        patchmix.pretrain("shapes")
+    with pytest.raises(ValueError, match="data is missing"):
+        patchmix.knn("runs/a")
+
+
+def test_a_number_that_decides_other_defaults_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    error = fails(capsys, "pretrain", "shapes", "--out", "nowhere", "--epochs", "many")
+    assert "--epochs" in error and "'many'" in error
+
+
 def test_python_calls_take_no_more_values_than_have_a_place() -> None:
     with pytest.raises(TypeError, match="3 positional arguments; allowed are data, out"):
         from_keywords(Pretrain, "shapes", "runs/a", "paper")

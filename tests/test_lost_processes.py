@@ -25,7 +25,7 @@ def work():
             time.sleep(600)
         distributed.barrier()
 
-cli.resolve = lambda name: lambda settings: work()
+cli.resolve_name = lambda name: lambda settings: work()
 cli.main(["recipes"])
 """
 

@@ -4,7 +4,7 @@ Everything here is imported on first use, so that `import patchmix` and `patchmi
 are functions of the same name, with the same settings as keywords.
 """
 
-import importlib
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ def __getattr__(name: str) -> Any:
         return python_function(name)
     if name not in _MODULES:
         raise AttributeError(f"module 'patchmix' has no attribute {name!r}")
-    module, _, attribute = _MODULES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return resolve_name(_MODULES[name])
 
 
 def __dir__() -> list[str]:

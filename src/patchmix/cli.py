@@ -1,20 +1,19 @@
 """The command `patchmix`: verb → settings → function. What a verb needs is imported when it runs."""
 
+import argparse
 import contextlib
-import importlib
 import importlib.metadata
 import importlib.util
 import io
-import itertools
-import json
-import math
 import os
 import platform
 import re
+import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, get_origin
 
 import tyro
@@ -81,7 +80,7 @@ def main(args: list[str] | None = None) -> None:
     """Runs one command; a user's mistake ends in one line and exit code 2."""
     in_shell = args is None
     args = sys.argv[1:] if args is None else args
-    with _output(OUTPUT_OPTIONS.keys() & set(args)):
+    with _output(args):
         try:
             if args[:1] == ["--version"]:
                 print(version())
@@ -92,7 +91,8 @@ def main(args: list[str] | None = None) -> None:
         except KeyboardInterrupt:
             _fail("interrupted", 130)
         except Exception as error:
-            code = _exit_code(error)
+            # Besides mistakes: a lost process, a loss that is not finite, a signal.
+            code = getattr(error, "exit_code", 2 if isinstance(error, (ValueError, OSError)) else None)
             if code is None or os.environ.get("PATCHMIX_TRACEBACK") or os.environ.get(OUTPUT) == "verbose":
                 raise
             _fail(str(error), code)
@@ -120,21 +120,28 @@ def _run(args: list[str], in_shell: bool) -> None:
         sys.exit(launch([name, *without_option(rest, "--devices")], settings.devices))
     as_json, main_process = "--json" in rest, os.environ.get("RANK", "0") == "0"
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        result = resolve(verb.run)(settings)
+        result = resolve_name(verb.run)(settings)
         if verb.show is not None and main_process:
-            resolve(verb.show)(result)
+            resolve_name(verb.show)(result)
     if as_json and main_process:
-        print(json.dumps(plain(result), indent=1, ensure_ascii=False))
+        from pydantic_core import to_json
+
+        print(to_json(result, indent=1, inf_nan_mode="null", fallback=_named).decode())
+
+
+def _named(value: Any) -> Any:
+    """What JSON shows of an object that is no plain data: a run by its path, others as text."""
+    return {"path": str(value.path)} if hasattr(value, "path") else str(value)
 
 
 @contextlib.contextmanager
-def _output(options: set[str]) -> Iterator[None]:
+def _output(args: list[str]) -> Iterator[None]:
     """--quiet or --verbose for this command, and by the environment for the processes that it starts."""
     before = os.environ.get(OUTPUT)
-    chosen = next((option[2:] for option in ("--verbose", "--quiet") if option in options), before)
+    for option in ("--quiet", "--verbose"):
+        if option in args:
+            os.environ[OUTPUT] = option[2:]
     try:
-        if chosen is not None:
-            os.environ[OUTPUT] = chosen
         yield
     finally:
         os.environ.pop(OUTPUT, None)
@@ -142,48 +149,28 @@ def _output(options: set[str]) -> Iterator[None]:
             os.environ[OUTPUT] = before
 
 
-def plain(value: Any) -> Any:
-    """What JSON can hold of a result: dataclasses by field, paths and other objects by name."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return {"path": str(value.path)} if hasattr(value, "path") else str(value)
-
-
 def version() -> str:
     """Our version and those that results depend on; torch is not imported, which would take seconds."""
-    spec = importlib.util.find_spec("torch")
-    names: dict[str, Any] = {"cuda": None}
-    if spec is not None and spec.origin is not None:
-        found = importlib.util.spec_from_file_location("torch_version", Path(spec.origin).with_name("version.py"))
-        assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-        names = vars(module)
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    cuda = runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchvision", "timm")]
-    cuda = f"CUDA {names['cuda']}" if names["cuda"] else "no CUDA"
-    return f"patchmix {__version__} ({', '.join([*versions, cuda])}, Python {platform.python_version()})"
+    versions += [f"CUDA {cuda}" if cuda else "no CUDA", f"Python {platform.python_version()}"]
+    return f"patchmix {__version__} ({', '.join(versions)})"
 
 
 def completion(shell: str) -> str:
     """A script that completes commands and options in bash, zsh or fish."""
     check_known(shell, ("bash", "zsh", "fish"), "shell")
+    commands = " ".join(dict.fromkeys(name.split()[0] for name in VERBS))
+    figures = " ".join(name.split()[1] for name in VERBS if " " in name)
     options = {}
     for name, verb in VERBS.items():
-        own = [field.name for field in fields(verb.settings)]
-        names = option_names(verb.settings, _defaults(verb.settings, start()) if "run" in own else None)
-        options[name] = [f"--{each.replace('_', '-')}" for each in names if each not in ("run", "weights")]
-        options[name] += OUTPUT_OPTIONS
+        known = [each for each in option_names(verb.settings, start()) if each not in ("run", "weights")]
+        options[name] = [*(f"--{each.replace('_', '-')}" for each in known), *OUTPUT_OPTIONS]
     if shell == "fish":
-        lines = [f"complete -c patchmix -n 'test (count (commandline -opc)) -eq 1' -f -a '{' '.join(first_words())}'"]
-        lines += [f"complete -c patchmix -n '__fish_seen_subcommand_from show' -f -a '{' '.join(figure_words())}'"]
+        lines = [f"complete -c patchmix -n 'test (count (commandline -opc)) -eq 1' -f -a '{commands}'"]
+        lines += [f"complete -c patchmix -n '__fish_seen_subcommand_from show' -f -a '{figures}'"]
         for name, each in options.items():
             condition = " and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
             lines += [f"complete -c patchmix -n '{condition}' -l {option[2:]}" for option in each]
@@ -192,9 +179,9 @@ def completion(shell: str) -> str:
     script = f"""\
 _patchmix() {{
   local cur="${{COMP_WORDS[COMP_CWORD]}}" verb="${{COMP_WORDS[1]}}" words=''
-  if [[ "$COMP_CWORD" == 1 ]]; then COMPREPLY=($(compgen -W '{" ".join(first_words())}' -- "$cur")); return; fi
+  if [[ "$COMP_CWORD" == 1 ]]; then COMPREPLY=($(compgen -W '{commands}' -- "$cur")); return; fi
   if [[ "$verb" == show ]]; then
-    if [[ "$COMP_CWORD" == 2 ]]; then COMPREPLY=($(compgen -W '{" ".join(figure_words())}' -- "$cur")); return; fi
+    if [[ "$COMP_CWORD" == 2 ]]; then COMPREPLY=($(compgen -W '{figures}' -- "$cur")); return; fi
     verb="show ${{COMP_WORDS[2]}}"
   fi
   case "$verb" in
@@ -204,14 +191,6 @@ _patchmix() {{
 }}
 complete -o filenames -F _patchmix patchmix patchmix-ssl"""
     return f"autoload -U +X bashcompinit && bashcompinit\n{script}" if shell == "zsh" else script
-
-
-def first_words() -> list[str]:
-    return list(dict.fromkeys(name.split()[0] for name in VERBS))
-
-
-def figure_words() -> list[str]:
-    return [name.split()[1] for name in VERBS if " " in name]
 
 
 def split_verb(args: list[str]) -> tuple[str | None, list[str]]:
@@ -241,15 +220,10 @@ def python_function(name: str) -> Callable[..., Any]:
     verb = VERBS[name]
 
     def function(*args: Any, **keywords: Any) -> Any:
-        return resolve(verb.run)(from_keywords(verb.settings, *args, **keywords))
+        return resolve_name(verb.run)(from_keywords(verb.settings, *args, **keywords))
 
     function.__name__, function.__doc__ = name, verb.settings.__doc__
     return function
-
-
-def resolve(path: str) -> Any:
-    module, _, function = path.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 # ------------------------------------------------------------------------------------------------------------ parsing
@@ -257,43 +231,54 @@ def resolve(path: str) -> Any:
 
 def parse(cls: type[Any], args: list[str], prog: str) -> Any:
     """The settings of a command line; a mistake is a ValueError of one line."""
-    if "run" not in {each.name for each in fields(cls)}:
-        parsed = _tyro(cls, args, prog)
-        return validate(cls, {each.name: getattr(parsed, each.name) for each in fields(cls)})
-    peeked = {name: _peek(args, name) for name in ("recipe", "config", "model", "method", "epochs")}
-    check_precision(_peek(args, "precision"))
-    config = _start(cls, **peeked)
-    return with_config(_tyro(cls[type(config.method.options)], args, prog, default=_defaults(cls, config)))
+    if not takes_run_settings(cls):
+        return validate(cls, vars(_tyro(cls, args, prog)))
+    decisive = _peek(args, prog)
+    check_precision(decisive.pop("precision"))
+    config = _start(cls, **decisive)
+    data = config.data if cls in (s.Bench, s.Plan) else replace(config.data, path=tyro.MISSING)
+    required = {each.name: tyro.MISSING for each in fields(cls) if each.name in ("out", "ablation", "weights")}
+    default = cls(run=replace(config, data=data), recipe=config.recipe, **required)
+    parsed = _tyro(cls[type(config.method.options)], args, prog, default)
+    return replace(parsed, run=from_dict(to_dict(parsed.run)))
 
 
 def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
     """The settings of a Python call: `pretrain("photos", "runs/a", num_mix=2)`, `knn("runs/a", data="cifar10")`."""
-    names = [each.name for each in fields(cls)]
-    if "run" not in names:
-        return validate(cls, _with_named_data(_by_position(names, args) | keywords))
-    order = [*{s.Ablate: ["ablation"], s.Adapt: ["weights"]}.get(cls, []), "data", "out"]
-    keywords = _with_named_data(_by_position(order, args) | keywords)
+    names = order = [each.name for each in fields(cls)]
+    if takes_run_settings(cls):
+        order = [*{s.Ablate: ["ablation"], s.Adapt: ["weights"]}.get(cls, []), "data", "out"]
+    if len(args) > len(order):
+        raise TypeError(f"{len(args)} positional arguments; allowed are {', '.join(order)}")
+    keywords = dict(zip(order, args, strict=False)) | keywords
+    if isinstance(keywords.get("weights"), Path):
+        keywords["weights"] = str(keywords["weights"])
+    if keywords.get("data") is not None:
+        from patchmix.data.python import name_of
+
+        keywords["data"] = name_of(keywords["data"])
+    if not takes_run_settings(cls):
+        return validate(cls, keywords)
     own = {name: keywords.pop(name) for name in names if name in keywords}
     decisive = {name: keywords.pop(name) for name in ("data", "model", "method", "epochs") if name in keywords}
     places = {name: own[name] for name in ("recipe", "config") if name in own}
-    config = _start(cls, **places, **decisive).replace(**keywords)
-    return validate(cls[type(config.method.options)], {**own, "run": to_dict(config)})
+    return validate(cls, {**own, "run": _start(cls, **places, **decisive).replace(**keywords)})
 
 
-def _with_named_data(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Datasets, arrays and lists of files have names from here on; paths are text."""
-    keywords = {k: str(v) if k in ("weights", "data") and isinstance(v, Path) else v for k, v in keywords.items()}
-    if isinstance(keywords.get("data"), str | None):
-        return keywords
-    from patchmix.data.python import name_of
-
-    return keywords | {"data": name_of(keywords["data"])}
+def takes_run_settings(cls: type[Any]) -> bool:
+    return "run" in {each.name for each in fields(cls)}
 
 
-def _by_position(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
-    if len(values) > len(names):
-        raise TypeError(f"{len(values)} positional arguments; allowed are {', '.join(names)}")
-    return dict(zip(names, values, strict=False))
+def _peek(args: list[str], prog: str) -> dict[str, Any]:
+    """The options that decide the defaults of the others, before everything is parsed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, kind in {"recipe": str, "config": Path, "model": str, "method": str, "epochs": float}.items():
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--precision")
+    try:
+        return vars(parser.parse_known_args(args)[0])
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error} ({prog} --help)") from None
 
 
 def _start(cls: type[Any], **given: Any) -> Config:
@@ -302,54 +287,32 @@ def _start(cls: type[Any], **given: Any) -> Config:
     return config.replace(batch_size=min(64, config.train.batch_size)) if cls is s.Bench else config
 
 
-def with_config(settings: Any) -> Any:
-    """The same with its run configuration validated."""
-    return replace(settings, run=from_dict(to_dict(settings.run)))
-
-
-def _defaults(cls: type[Any], config: Config) -> Any:
-    """An instance whose required options are missing, so that tyro asks for them."""
-    data = config.data if cls in (s.Bench, s.Plan) else replace(config.data, path=tyro.MISSING)
-    required = {each.name: tyro.MISSING for each in fields(cls) if each.name in ("out", "ablation", "weights")}
-    return cls(run=replace(config, data=data), recipe=config.recipe, **required)
-
-
-def _peek(args: list[str], name: str) -> Any:
-    """The value of an option that decides the defaults of the others, before everything is parsed."""
-    text = next((b for a, b in itertools.pairwise(args) if a == f"--{name}"), None)
-    text = next((a.partition("=")[2] for a in args if a.startswith(f"--{name}=")), text)
-    if name == "epochs" and text is not None:
-        try:
-            return float(text)
-        except ValueError:
-            return None  # tyro says what is wrong
-    return Path(text) if name == "config" and text is not None else text
-
-
-def _tyro(cls: Any, args: list[str], prog: str, **options: Any) -> Any:
+def _tyro(cls: Any, args: list[str], prog: str, default: Any = None) -> Any:
     """tyro.cli, with its errors in one line."""
     errors = io.StringIO()
+    plain = get_origin(cls) or cls
+    about = f"{plain.__doc__}\n\nEvery command also takes {', '.join(OUTPUT_OPTIONS)}."
     try:
         with contextlib.redirect_stderr(errors):
-            about = f"{(get_origin(cls) or cls).__doc__}\n\nEvery command also takes {', '.join(OUTPUT_OPTIONS)}."
-            return tyro.cli(cls, prog=prog, args=args, description=about, **options)
+            return tyro.cli(cls, prog=prog, args=args, description=about, default=default)
     except SystemExit as stop:
         if not stop.code:
             raise
         title, _, text = re.sub(r"[─-╿]|-{5,}", " ", errors.getvalue()).strip().partition("\n")
         text = " ".join(text.split()) or title
         if unknown := re.search(r"Unrecognized options: --([\w-]+)", text):
-            check_known(unknown[1].replace("-", "_"), option_names(cls, options.get("default")), "option")
+            known = option_names(plain, None if default is None else default.run)
+            check_known(unknown[1].replace("-", "_"), known, "option")
         if missing := re.search(r"Missing from [^:]+: (\S+)", text):
             raise ValueError(f"{missing[1]} is missing; {prog} --help lists the options") from None
         reason = re.split(r"For full helptext|Argument helptext", text)[0].strip()
         raise ValueError(f"{reason} ({prog} --help)") from None
 
 
-def option_names(cls: Any, default: Any) -> list[str]:
-    """The options of a verb as Python names; with the settings of a run, where it has them."""
-    own = [each.name for each in fields(get_origin(cls) or cls)]
-    return own if default is None else [*own, *flat(default.run)]
+def option_names(cls: type[Any], run: Config | None) -> list[str]:
+    """The options of a verb as Python names; with the settings of a run, where it takes them."""
+    own = [each.name for each in fields(cls)]
+    return [*own, *flat(run)] if run is not None and "run" in own else own
 
 
 def without_option(args: list[str], option: str) -> list[str]:
@@ -360,24 +323,6 @@ def without_option(args: list[str], option: str) -> list[str]:
             kept.append(word)
         skip = word == option
     return kept
-
-
-# -------------------------------------------------------------------------------------------------------------- exits
-
-
-def _exit_code(error: Exception) -> int | None:
-    """128 + the signal that stopped a run, 4 for a lost process, 3 for a loss that is not finite, 2 for mistakes."""
-    from patchmix.distributed import PeerLost
-    from patchmix.launch import LOST_PEER
-    from patchmix.train.watch import Interrupted, NonFiniteLoss
-
-    if isinstance(error, Interrupted):
-        return 128 + error.signum
-    if isinstance(error, NonFiniteLoss):
-        return 3
-    if isinstance(error, PeerLost):
-        return LOST_PEER
-    return 2 if isinstance(error, (ValueError, OSError)) else None
 
 
 def _fail(message: str, code: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -211,22 +212,19 @@ class Config(Generic[Options]):
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    plain = _plain(dataclasses.asdict(config))
-    assert isinstance(plain, dict)
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))  # lists for tuples, as YAML has them
     return plain
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
     """The inverse of `to_dict`; an unknown key or a wrong value raises a ValueError of one line."""
     values = _from_0_1(values)
-    method = values.get("method")
+    method, methods = values.setdefault("method", {}), METHOD_OPTIONS | DISTILLATION
     name = method.get("name", "patchmix") if isinstance(method, Mapping) else "patchmix"
-    methods = METHOD_OPTIONS | DISTILLATION
     check_known(name, methods, "method")
-    if isinstance(method, Mapping):
-        values["method"] = {"options": {}, **method}
-    if isinstance(train := values.get("train"), Mapping):
-        check_precision(train.get("precision"))
+    _check_keys(values, to_dict(Config(method=MethodConfig(name, methods[name]()))))
+    values["method"] = {"options": {}, **method}
+    check_precision(values.get("train", {}).get("precision"))
     generic: Any = Config
     config: Config = validate(generic[methods[name]], values)
     if config.optim.warmup_epochs >= config.train.epochs:
@@ -310,26 +308,15 @@ def parse_minutes(text: str) -> float:
 
 def _from_0_1(values: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration of version 0.1 in today's keys; any other as it is."""
-    values = dict(values)
-    method = values.get("method")
-    if isinstance(method, Mapping) and isinstance(method.get("options"), Mapping):
-        options = {RENAMED.get(key, key): value for key, value in method["options"].items()}
-        values["method"] = {**method, "options": options}
-    train = values.get("train")
-    if isinstance(train, Mapping) and "budget_minutes" in train:
-        minutes = train["budget_minutes"]
-        rest = {key: value for key, value in train.items() if key != "budget_minutes"}
-        values["train"] = {**rest, "budget": None if minutes is None else f"{minutes:g}min"}
+    values = {name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()}
+    method, train = values.get("method"), values.get("train")
+    if isinstance(method, dict) and isinstance(method.get("options"), Mapping):
+        method["options"] = {RENAMED.get(key, key): value for key, value in method["options"].items()}
+    if isinstance(train, dict) and "budget_minutes" in train:
+        minutes = train.pop("budget_minutes")
+        train["budget"] = None if minutes is None else f"{minutes:g}min"
         values["model"] = {"author_positions": False, "positions": "learned", **(values.get("model") or {})}
     return values
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 # -------------------------------------------------------------------------------------------------------- validation
@@ -339,17 +326,30 @@ def validate(cls: type[S], values: Mapping[str, Any]) -> S:
     """An instance of the dataclass from plain values, or a ValueError of one line: what, why, and the nearest name."""
     from pydantic import TypeAdapter, ValidationError
 
-    _check_keys(cls, values, "")
+    plain: Any = typing.get_origin(cls) or cls
+    known = [each.name for each in dataclasses.fields(plain)]
+    for key in values:
+        check_known(key, known, "setting")
     try:
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = _key(cls, first["loc"])
-        rules = dict.fromkeys(e["msg"] for e in error.errors() if _key(cls, e["loc"]) == key)
+        first, *others = error.errors()
+        key = _key(values, first["loc"])
+        if first["type"] == "missing":
+            raise ValueError(f"{key} is missing; give it as {key}=…") from None
+        rules = dict.fromkeys(each["msg"] for each in (first, *others) if _key(values, each["loc"]) == key)
         rule = " or ".join(text.removeprefix("Input should be ") for text in rules)
-        if rule.startswith("Value error, "):  # of the class as a whole
-            raise ValueError(rule.removeprefix("Value error, ")) from None
         raise ValueError(f"{key} is {first['input']!r}; it must be {rule}") from None
+
+
+def _key(values: Any, location: Iterable[int | str]) -> str:
+    """The dotted name of the setting at a place of pydantic's, such as ("method", "options", "num_mix", "int")."""
+    names: list[str] = []
+    for part in location:
+        if not isinstance(values, Mapping):
+            break
+        names, values = [*names, str(part)], values.get(part)
+    return ".".join(name for name in names if name != "options")
 
 
 def check_known(key: str, known: Iterable[str], kind: str) -> None:
@@ -362,39 +362,11 @@ def check_known(key: str, known: Iterable[str], kind: str) -> None:
         raise ValueError(f"unknown {kind} {key!r}; {hint}")
 
 
-def _check_keys(cls: Any, values: Any, path: str) -> None:
+def _check_keys(values: Any, known: Mapping[str, Any], path: str = "") -> None:
+    """A ValueError for a key that is not in `known`, where each section is a dictionary."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{path or 'the configuration'} is {values!r}; it must be a section of keys")
-    fields = _fields(cls)
-    sections = {name: hint for name, hint in fields.items() if _is_section(hint)}
-    for key in values:
-        check_known(key, fields, f"key in {path}:" if path else "section" if sections else "setting")
-    for name in sections.keys() & values.keys():
-        _check_keys(sections[name], values[name], f"{path}.{name}".lstrip("."))
-
-
-def _key(cls: Any, location: Iterable[int | str]) -> str:
-    """The dotted name of the setting at a place of pydantic's, such as ("method", "options", "num_mix", "int")."""
-    names: list[str] = []
-    for part in location:
-        if not _is_section(cls) or part not in _fields(cls):
-            break
-        names, cls = [*names, str(part)], _fields(cls)[str(part)]
-    return ".".join(name for name in names if name not in ("options", "run"))
-
-
-def _is_section(hint: Any) -> bool:
-    return dataclasses.is_dataclass(typing.get_origin(hint) or hint)
-
-
-def _fields(cls: Any) -> dict[str, Any]:
-    """The fields of a dataclass, generic or not, with their types."""
-    origin = typing.get_origin(cls) or cls
-    bound = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(cls), strict=False))
-
-    def resolve(hint: Any) -> Any:
-        inner = typing.get_origin(hint)
-        arguments = tuple(bound.get(argument, argument) for argument in typing.get_args(hint))
-        return inner[arguments] if arguments and dataclasses.is_dataclass(inner) else bound.get(hint, hint)  # type: ignore[index]
-
-    return {name: resolve(hint) for name, hint in typing.get_type_hints(origin).items()}
+        raise ValueError(f"{path} is {values!r}; it must be a section of keys")
+    for key, value in values.items():
+        check_known(key, known, f"key in {path}:" if path else "section")
+        if isinstance(known[key], dict):
+            _check_keys(value, known[key], f"{path}.{key}".lstrip("."))

@@ -44,6 +44,8 @@ def check_alone(what: str) -> None:
 class PeerLost(RuntimeError):
     """Another process of the group ended, or did not answer in time."""
 
+    exit_code = 4  # LOST_PEER in launch.py
+
 
 @contextmanager
 def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[None]:

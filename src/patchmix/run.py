@@ -6,37 +6,31 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+import patchmix
 from patchmix import build, distributed
-from patchmix.config import Config, differences, from_dict, read_config, to_dict, to_yaml, validate
+from patchmix.config import Config, differences, from_dict, read_config, to_dict, to_yaml
 from patchmix.data.contract import Source
 from patchmix.data.decode import pixel_channels
 from patchmix.data.memory import mean_and_std
-from patchmix.data.python import name_of
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.device import resolve_device
-from patchmix.evaluate.finetune import finetune
-from patchmix.evaluate.knn import knn
-from patchmix.evaluate.linear import linear
 from patchmix.evaluate.monitor import Guard, Neighbors, collapse_warning, guard_verdict
 from patchmix.evaluate.results import Result
 from patchmix.files import remove_unfinished, write_text
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
-from patchmix.methods.method import Method
-from patchmix.settings import Adapt, Finetune, Knn, Linear, Pretrain
+from patchmix.settings import Adapt, Pretrain
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import TRACKERS, BadSamples, RunLog
 from patchmix.train.loop import train
 from patchmix.train.watch import NonFiniteLoss
-
-S = TypeVar("S")
 
 
 class Run:
@@ -44,24 +38,17 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.config_path.is_file():
+        self.encoder_path = self.path / "encoder.safetensors"
+        if not (self.path / "config.yaml").is_file():
             raise ValueError(f"{self.path} is not a run: it has no config.yaml")
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.yaml"
 
     @property
     def config(self) -> Config:
         return read_config(self.path)
 
-    @property
-    def encoder_path(self) -> Path:
-        return self.path / "encoder.safetensors"
-
-    def load(self, encoder: Literal["base", "momentum"] = "base") -> Backbone:
+    def load(self) -> Backbone:
         """The trained encoder with its architecture and normalization; `.embed(images)` gives features."""
-        return load_backbone(self.path, encoder=None if encoder == "base" else encoder)
+        return load_backbone(self.path)
 
     def encoder(self) -> VisionTransformer:
         """The trained encoder as a plain timm model, in evaluation mode."""
@@ -69,18 +56,15 @@ class Run:
 
     def knn(self, data: Any, **settings: Any) -> Result:
         """`patchmix.knn` of this run; the result is also added to its results.jsonl."""
-        return knn(self._settings(Knn, data, settings))
+        return patchmix.knn(self.path, data, **settings)  # type: ignore[no-any-return]
 
     def linear(self, data: Any, **settings: Any) -> Result:
         """`patchmix.linear` of this run."""
-        return linear(self._settings(Linear, data, settings))
+        return patchmix.linear(self.path, data, **settings)  # type: ignore[no-any-return]
 
     def finetune(self, data: Any, **settings: Any) -> Result:
         """`patchmix.finetune` of this run."""
-        return finetune(self._settings(Finetune, data, settings))
-
-    def _settings(self, cls: type[S], data: Any, settings: dict[str, Any]) -> S:
-        return validate(cls, {"weights": str(self.path), "data": name_of(data), **settings})
+        return patchmix.finetune(self.path, data, **settings)  # type: ignore[no-any-return]
 
 
 def run_pretrain(settings: Pretrain) -> Run:
@@ -117,15 +101,22 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
         main = distributed.is_main()
         if main:
             _prepare_folder(out, config)
-        compared: dict[str, Any] = state.get("start", {}) if state is not None else _record(config, start)
-        save = partial(_save_encoder, config, architecture, method, source, compared)
+        compared: dict[str, Any] = {} if state is None else state.get("start", {})  # which a Guard adds to
+        if start is not None:
+            compared["weights"] = {"source": config.model.init_from, "digest": start.digest(), **start.origin}
+
+        def save(path: Path, step: int) -> None:
+            if main:
+                origin = _origin(config, source, step, compared)
+                weights = {name: tensor.cpu() for name, tensor in encoder.state_dict().items()}
+                Backbone(architecture, weights, config.views.mean, config.views.std, origin).save(path)
+
         guard = Guard(compared, partial(save, out / "best.safetensors")) if compared else None
         checkpoints = Checkpoints(out / "checkpoints", keep=config.runtime.keep_checkpoints)
         log = RunLog(out if main else None, step=int(state["step"]) if state else 0)
         try:
-            projects = {name: getattr(config.runtime, name) for name in TRACKERS}
-            log.track({name: project for name, project in projects.items() if project}, to_dict(config))
-            log.say(_introduction(config, source, architecture, encoder, str(device)))
+            log.track({name: getattr(config.runtime, name) for name in TRACKERS}, to_dict(config))
+            log.say(_introduction(config, source, architecture, encoder, device))
             if config.model.in_chans not in (1, 3):
                 log.say(f"{config.model.in_chans} channels: views have brightness, contrast and blur, no colors")
             if start is not None and (start.mean, start.std) != (config.views.mean, config.views.std):
@@ -180,11 +171,6 @@ def _find_checkpoint(config: Config, out: Path, resume: str | Path | None) -> di
     path = last if str(resume) == "auto" else Path(resume)
     if path is None:
         return None  # killed before its first checkpoint: begin again
-    if path.is_dir():
-        found = Checkpoints(path / "checkpoints").last or Checkpoints(path).last
-        if found is None:
-            raise ValueError(f"{path} has no checkpoint to resume from")
-        path = found
     state = load_checkpoint(path)
     saved = from_dict(state["config"])
     changed = differences(saved, completed(config, saved))
@@ -234,18 +220,10 @@ def completed(config: Config, like: Config | Backbone | None) -> Config:
 
 def _measured(config: Config, source: Source) -> Config:
     """The configuration with the data's mean and std where it has none."""
-    missing = [name for name in ("mean", "std") if not getattr(config.views, name)]
-    if not missing:
+    if config.views.mean and config.views.std:
         return config
     mean, std = mean_and_std(source)
-    return config.replace(**{name: value for name, value in (("mean", mean), ("std", std)) if name in missing})
-
-
-def _record(config: Config, start: Backbone | None) -> dict[str, Any]:
-    """What a run keeps of the weights that it started from, and a Guard adds to; {} where there are none."""
-    if start is None:
-        return {}
-    return {"weights": {"source": config.model.init_from, "digest": start.digest(), **start.origin}}
+    return config.replace(mean=config.views.mean or mean, std=config.views.std or std)
 
 
 def _finish(
@@ -269,17 +247,8 @@ def _without_neighbors(compared: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in compared.items() if name not in ("neighbors", "correct")}
 
 
-def _save_encoder(
-    config: Config,
-    architecture: Architecture,
-    method: Method,
-    source: Source,
-    compared: dict[str, Any],
-    path: Path,
-    step: int,
-) -> None:
-    if not distributed.is_main():
-        return
+def _origin(config: Config, source: Source, step: int, compared: dict[str, Any]) -> dict[str, Any]:
+    """Where an encoder comes from, as its file says."""
     origin = {
         "recipe": config.recipe,
         "method": config.method.name,
@@ -289,13 +258,12 @@ def _save_encoder(
         "epochs": config.train.epochs,
         "seed": config.train.seed,
     }
-    if compared:
-        origin["start"] = _without_neighbors(compared)
-    weights = {name: tensor.cpu() for name, tensor in method.encoder.state_dict().items()}
-    Backbone(architecture, weights, config.views.mean, config.views.std, origin).save(path)
+    return origin | ({"start": _without_neighbors(compared)} if compared else {})
 
 
-def _introduction(config: Config, source: Source, architecture: Architecture, encoder: nn.Module, device: str) -> str:
+def _introduction(
+    config: Config, source: Source, architecture: Architecture, encoder: nn.Module, device: torch.device
+) -> str:
     millions = sum(parameter.numel() for parameter in encoder.parameters()) / 1e6
     processes = distributed.world_size()
     length = config.train.budget or f"{config.train.epochs:g} epochs"

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
 from patchmix.build import METHODS
-from patchmix.config import from_yaml, validate
+from patchmix.config import validate
 from patchmix.methods.method import Method
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.tokens import class_tokens
@@ -85,5 +85,5 @@ def test_a_compiled_run(tmp_path: Path) -> None:
 
     settings = {"dim": 24, "depth": 2, "heads": 2, "monitor_every": 0, "monitor_bank": 64}
     run = pretrain("shapes", tmp_path / "run", recipe="demo", epochs=0.02, batch_size=32, compile=True, **settings)
-    assert from_yaml(run.config_path.read_text()).runtime.compile
+    assert run.config.runtime.compile
     assert run.encoder_path.is_file()

@@ -5,9 +5,9 @@ import json
 import os
 import pickle
 import socket
-import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from patchmix.files import write_text, writing
 
@@ -78,75 +79,64 @@ class CheckpointWriter:
     def __init__(self, checkpoints: Checkpoints | None) -> None:
         """`checkpoints` is None where nothing is to be written: in trials, and on every rank but 0."""
         self.checkpoints = checkpoints
-        self._copies: dict[tuple[str, ...], Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._failed: tuple[Path, Exception] | None = None
+        self._copies: list[Any] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
 
     def save(self, state: dict[str, Any], step: int) -> None:
         """Returns when `state` is copied; later changes of its tensors do not reach the file."""
         self.wait()
         if self.checkpoints is None:
             return
-        copy = self._copy(state, ())
+        leaves, structure = tree_flatten(state)
+        if len(leaves) != len(self._copies):
+            self._copies = [None] * len(leaves)
+        self._copies = [_copy(leaf, before) for leaf, before in zip(leaves, self._copies, strict=True)]
         copied = None
-        if any(tensor.is_pinned() for tensor in self._copies.values()):
+        if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._thread = threading.Thread(
-            target=self._write, args=(self.checkpoints, copy, step, copied), name="checkpoint"
-        )
-        self._thread.start()
+        self._path = self.checkpoints.path(step)
+        copy = tree_unflatten(self._copies, structure)
+        self._writing = self._thread.submit(_write, self.checkpoints, copy, step, copied)
 
     def check(self) -> None:
         """A ValueError if the last write failed."""
-        if self._failed is None:
-            return
-        path, error = self._failed
-        self._failed = None
-        kept = Checkpoints(path.parent).last
-        where = f"the last good one is {kept}" if kept else "there is none yet"
-        raise ValueError(
-            f"can't write checkpoint {path} ({_reason(error)}); {where}. Free some space or change permissions, then "
-            "continue with --resume auto"
-        ) from error
+        if self._writing is not None and self._writing.done():
+            self.wait()
 
     def wait(self) -> None:
-        """Until everything is on disk."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
+        """Until everything is on disk; a ValueError if the last write failed."""
+        writing, self._writing = self._writing, None
+        try:
+            if writing is not None:
+                writing.result()
+        except (OSError, RuntimeError) as error:  # torch turns some failures of the disk into RuntimeError
+            kept = Checkpoints(self._path.parent).last
+            where = f"the last good one is {kept}" if kept else "there is none yet"
+            raise ValueError(
+                f"can't write checkpoint {self._path} ({_reason(error)}); {where}. Free some space or change "
+                "permissions, then continue with --resume auto"
+            ) from error
 
     def close(self) -> None:
         """As `wait`, without an error: for use while another one is raised."""
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.shutdown()
 
-    def _write(
-        self, checkpoints: Checkpoints, state: dict[str, Any], step: int, copied: torch.cuda.Event | None
-    ) -> None:
-        try:
-            if copied is not None:
-                copied.synchronize()
-            checkpoints.save(state, step)
-        except (OSError, RuntimeError) as error:  # torch turns some failures of the disk into RuntimeError
-            self._failed = (checkpoints.path(step), error)
 
-    def _copy(self, value: Any, place: tuple[str, ...]) -> Any:
-        if isinstance(value, Tensor):
-            return self._copy_tensor(value.detach(), place)
-        if isinstance(value, dict):
-            return {key: self._copy(item, (*place, str(key))) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._copy(item, (*place, str(i))) for i, item in enumerate(value))
+def _write(checkpoints: Checkpoints, state: dict[str, Any], step: int, copied: torch.cuda.Event | None) -> None:
+    if copied is not None:
+        copied.synchronize()
+    checkpoints.save(state, step)
+
+
+def _copy(value: Any, before: Any) -> Any:
+    """A tensor's values, in the memory of the copy before, if there is one of its shape and type."""
+    if not isinstance(value, Tensor):
         return value
-
-    def _copy_tensor(self, tensor: Tensor, place: tuple[str, ...]) -> Tensor:
-        copy = self._copies.get(place)
-        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-            self._copies[place] = copy
-        return copy.copy_(tensor, non_blocking=True)
+    if not isinstance(before, Tensor) or (before.shape, before.dtype) != (value.shape, value.dtype):
+        before = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return before.copy_(value.detach(), non_blocking=True)
 
 
 def _reason(error: BaseException) -> str:

@@ -4,10 +4,11 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,70 +20,34 @@ from patchmix.progress import is_quiet, is_verbose
 SECONDS_BETWEEN_LINES = 10.0  # on a console that is not a terminal
 
 
-class Tracker(Protocol):
-    """A service that keeps the numbers of runs. Its library is imported when a run asks for it."""
-
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None: ...
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-    def finish(self) -> None: ...
+TRACKERS = ("wandb", "mlflow", "trackio")  # services that keep the numbers of runs
 
 
-class Wandb:
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
-        self._run = _import("wandb").init(project=project, dir=str(folder), config=dict(config), resume="allow")
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
-        self._trackio = _import("trackio")
-        self._trackio.init(project=project, name=folder.name, config=dict(config), resume="allow", embed=False)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._trackio.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self._trackio.finish()
-
-
-class Mlflow:
-    """Experiments go where MLFLOW_TRACKING_URI says; settings are parameters.
-
-    Names are `train/oto.chance`: in a store of files, a second slash would make a folder where `train/oto` is a file.
-    """
-
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
-        self._mlflow = _import("mlflow")
-        self._mlflow.set_experiment(project)
-        self._mlflow.start_run(run_name=folder.name)
-        self._mlflow.log_params(
-            {f"{section}.{key}": value for section, values in config.items() if isinstance(values, Mapping)
-             for key, value in values.items()}
-        )  # fmt: skip
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        named = {f"{key.partition('/')[0]}/{key.partition('/')[2].replace('/', '.')}": values[key] for key in values}
-        self._mlflow.log_metrics({key: value for key, value in named.items() if math.isfinite(value)}, step=step)
-
-    def finish(self) -> None:
-        self._mlflow.end_run()
-
-
-TRACKERS: dict[str, type[Tracker]] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
-
-
-def _import(name: str) -> Any:
+def open_tracker(
+    name: str, project: str, folder: Path, config: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """log(values, step=…) and finish() of a tracker, whose library is imported when a run asks for it."""
     try:
-        return importlib.import_module(name)
+        library = importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
             f"{name} is not installed; pip install 'patchmix-ssl[{name}]' or leave --{name} out"
         ) from error
+    if name == "mlflow":  # experiments go where MLFLOW_TRACKING_URI says
+        library.set_experiment(project)
+        library.start_run(run_name=folder.name)
+        sections = {name: values for name, values in config.items() if isinstance(values, Mapping)}
+        library.log_params({f"{name}.{key}": value for name in sections for key, value in sections[name].items()})
+        return partial(_log_to_mlflow, library), library.end_run
+    own = {"dir": str(folder)} if name == "wandb" else {"name": folder.name, "embed": False}
+    run = library.init(project=project, config=dict(config), resume="allow", **own)
+    return run.log, run.finish
+
+
+def _log_to_mlflow(library: Any, values: Mapping[str, float], step: int) -> None:
+    """As `train/oto.chance`: in a store of files, a second slash would make a folder where `train/oto` is a file."""
+    named = {key.replace("/", ".").replace(".", "/", 1): value for key, value in values.items()}
+    library.log_metrics({key: value for key, value in named.items() if math.isfinite(value)}, step=step)
 
 
 class RunLog:
@@ -102,13 +67,13 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is used
 
         self._board = SummaryWriter(str(folder), purge_step=step + 1)
-        self._trackers: list[Tracker] = []
+        self._trackers: list[tuple[Callable[..., Any], Callable[[], Any]]] = []
 
-    def track(self, trackers: Mapping[str, str], config: Mapping[str, Any]) -> None:
-        """From now on, `record` also logs to these trackers: {"wandb": project, …}."""
-        if self.folder is not None:
-            for name, project in trackers.items():
-                self._trackers.append(TRACKERS[name](project, self.folder, config))
+    def track(self, trackers: Mapping[str, str | None], config: Mapping[str, Any]) -> None:
+        """From now on, `record` also logs to the trackers that have a project: {"wandb": project, …}."""
+        for name, project in trackers.items():
+            if self.folder is not None and project:
+                self._trackers.append(open_tracker(name, project, self.folder, config))
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Appends a line to metrics.jsonl; `kind` is train, monitor or event."""
@@ -122,10 +87,11 @@ class RunLog:
             raise ValueError(
                 f"can't write {self.path} ({error.strerror}); free some space, then continue with --resume auto"
             ) from error
-        for key, value in values.items():
-            self._board.add_scalar(f"{kind}/{key}", value, step)
-        for tracker in self._trackers:
-            tracker.log({f"{kind}/{key}": value for key, value in values.items()}, step)
+        named = {f"{kind}/{key}": value for key, value in values.items()}
+        for name, value in named.items():
+            self._board.add_scalar(name, value, step)
+        for log, _ in self._trackers:
+            log(named, step=step)
 
     def say(self, line: str, style: str | None = None) -> None:
         """A line on the console, above the bar; with --quiet only warnings, which have a style."""
@@ -162,8 +128,8 @@ class RunLog:
                 self._file.close()
             with suppress(OSError):
                 self._board.close()
-            for tracker in self._trackers:
-                tracker.finish()
+            for _, finish in self._trackers:
+                finish()
 
 
 class BadSamples:

@@ -16,13 +16,15 @@ from patchmix import distributed
 class NonFiniteLoss(ArithmeticError):
     """The loss is NaN or infinite."""
 
+    exit_code = 3
+
 
 class Interrupted(Exception):
     """The run was stopped by a signal; its checkpoint is written."""
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
-        self.signum = signum
+        self.exit_code = 128 + signum
 
 
 class Clock:
