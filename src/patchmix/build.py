@@ -58,18 +58,9 @@ METHODS: dict[str, Callable[..., Method]] = {
 
 
 def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> VisionTransformer:
-    encoder = create_encoder(
-        model.name,
-        image_size=model.image_size,
-        patch_size=model.patch_size,
-        in_chans=model.in_chans,
-        dim=model.dim,
-        depth=model.depth,
-        heads=model.heads,
-        stem=model.stem,
-        drop_path=model.drop_path,
-        any_image_size=any_image_size,
-    )
+    names = ("image_size", "patch_size", "in_chans", "dim", "depth", "heads", "stem", "drop_path")
+    shape: dict[str, Any] = {name: getattr(model, name) for name in names}
+    encoder = create_encoder(model.name, any_image_size=any_image_size, **shape)
     if model.initialization != "timm":
         initialize_as_mocov3(encoder)
     if model.initialization == "mimetic":

@@ -153,9 +153,7 @@ def broadcast_float(value: float, device: torch.device) -> float:
     """Rank 0's value on every rank."""
     if world_size() == 1:
         return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.broadcast(tensor, src=0)
-    return float(tensor)
+    return float(gather(torch.tensor([value], dtype=torch.float64, device=device))[0])
 
 
 def average(values: dict[str, float], device: torch.device) -> dict[str, float]:

@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,12 +24,11 @@ def _umask() -> int:
 _MODE = 0o666 & ~_umask()
 
 
-def same_bytes(a: Path, b: Path) -> bool:
-    return filecmp.cmp(a, b, shallow=False)
+_same_bytes = partial(filecmp.cmp, shallow=False)
 
 
 @contextmanager
-def replacing(path: Path, *, overwrite: bool = True, same: Callable[[Path, Path], bool] = same_bytes) -> Iterator[Path]:
+def replacing(path: Path, *, overwrite: bool = True, same: Callable[..., bool] = _same_bytes) -> Iterator[Path]:
     """Yields a temporary path next to `path`; once complete and on disk it becomes `path`, on failure it is removed.
 
     Without `overwrite` a `path` with other content, as `same` sees it, stays as it is and a ValueError says so.
@@ -93,12 +93,9 @@ def prune(folder: Path, limit: int, *, keep: Path | None = None) -> None:
         for path in folder.rglob("[!.]*"):
             with suppress(FileNotFoundError):
                 if path.is_file():
-                    status = path.stat()
-                    files.append((status.st_mtime_ns, status.st_size, path))
+                    files.append((path.stat().st_mtime_ns, path.stat().st_size, path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
-            if total <= limit:
-                break
-            if path != keep:
+            if total > limit and path != keep:
                 path.unlink(missing_ok=True)
                 total -= size

@@ -4,7 +4,6 @@
 one CPU, `demo` is `fast` on generated images.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,11 +62,14 @@ def official(model: str = "vit_small_patch16_224", epochs: float | None = None) 
 
     patchmix pretrain imagenet --out runs/s16o --recipe official --model vit_small_patch16_224
     """
-    config = paper(model, epochs)
-    size, small_images = _size_of(model), _is_small(model)
-    options = PatchMixOptions(
+    config, size = paper(model, epochs), _size_of(model)
+    if not _is_small(model):
+        config = config.replace(area=(0.35, 1.0), local_crops=8, local_size=96, local_area=(0.05, 0.35))
+    return config.replace(
+        recipe="official",
+        heads=12 if size == "small" else None,
+        min_lr=1e-6,
         num_mix=2,
-        temperature=0.2,
         weights=(1.0, 0.5, 0.5),
         normalize_mix_to_mix=True,
         label_smoothing=0.1,
@@ -75,17 +77,6 @@ def official(model: str = "vit_small_patch16_224", epochs: float | None = None) 
         momentum_encoder=size != "tiny",
         momentum_stages=max(1, round(config.train.epochs)),
         momentum_update="before_keys",
-    )
-    views = config.views
-    if not small_images:
-        views = dataclasses.replace(views, area=(0.35, 1.0), local_crops=8, local_size=96, local_area=(0.05, 0.35))
-    return dataclasses.replace(
-        config,
-        recipe="official",
-        views=views,
-        model=dataclasses.replace(config.model, heads=12 if size == "small" else None),
-        method=MethodConfig("patchmix", options),
-        optim=dataclasses.replace(config.optim, min_lr=1e-6),
     )
 
 
@@ -97,14 +88,12 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
     patchmix pretrain cifar10 --out runs/fast --recipe fast --budget 60min --workers 0
     """
     epochs = 20.0 if epochs is None else epochs
-    encoder = ModelConfig(name=model, stem="conv", drop_path=0.0, positions="sincos")
-    if model == "vit_tiny_patch8_32":
-        encoder = dataclasses.replace(encoder, dim=128, depth=4, heads=4)
+    small: dict[str, Any] = {"dim": 128, "depth": 4, "heads": 4} if model == "vit_tiny_patch8_32" else {}
     return Config(
         recipe="fast",
         data=DataConfig("cifar10"),
         views=ViewsConfig(area=(0.4, 1.0), blur=(0.0, 0.0), solarize=(0.0, 0.0)),
-        model=encoder,
+        model=ModelConfig(name=model, stem="conv", drop_path=0.0, positions="sincos", **small),
         method=MethodConfig(
             "patchmix",
             PatchMixOptions(
@@ -130,16 +119,10 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
     patchmix demo
     """
     config = fast(model, 12.0 if epochs is None else epochs)
-    return dataclasses.replace(
-        config,
-        recipe="demo",
-        data=DataConfig("shapes"),
-        views=dataclasses.replace(config.views, jitter=0.3, gray=0.0),
-        model=dataclasses.replace(config.model, stem="patch"),
-        optim=dataclasses.replace(config.optim, name="adamw", base_lr=4e-3),
-        train=dataclasses.replace(config.train, batch_size=64),
-        runtime=RuntimeConfig(workers=0, monitor_every=2.0, monitor_bank=4_000, monitor_queries=1_000),
+    config = config.replace(
+        data="shapes", jitter=0.3, gray=0.0, stem="patch", optim="adamw", base_lr=4e-3, batch_size=64
     )
+    return config.replace(recipe="demo", workers=0, monitor_every=2.0, monitor_bank=4_000, monitor_queries=1_000)
 
 
 def adapt(model: str = "same", epochs: float | None = None) -> Config:
@@ -162,13 +145,7 @@ def adapt(model: str = "same", epochs: float | None = None) -> Config:
     )
 
 
-RECIPES: dict[str, Callable[..., Config]] = {
-    "paper": paper,
-    "official": official,
-    "fast": fast,
-    "demo": demo,
-    "adapt": adapt,
-}
+RECIPES: dict[str, Callable[..., Config]] = {each.__name__: each for each in (paper, official, fast, demo, adapt)}
 
 
 def start(
@@ -258,10 +235,9 @@ def recipe_rows(name: str) -> list[dict[str, Any]]:
         return [{"recipe": name, "data": config.data.path, "model": config.model.name, "epochs": config.train.epochs}]
     rows = []
     for row in PAPER_ROWS:
-        gflops = GFLOPS[name][row.model]
-        known: dict[str, Any] = {"recipe": name, "data": row.data, "model": row.model, "epochs": row.epochs}
+        gflops, reported = GFLOPS[name][row.model], row.accuracies if name == "paper" else {}
         cost = {"gflops_per_image": gflops, "exaflops": gflops * row.images * row.epochs / 1e9}
-        rows.append({**known, **cost, **(row.accuracies if name == "paper" else {})})
+        rows.append({"recipe": name, "data": row.data, "model": row.model, "epochs": row.epochs, **cost, **reported})
     return rows
 
 

@@ -100,7 +100,9 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
         loader = build.build_loader(config, source, architecture.image_size, pin_memory=device.type == "cuda")
         main = distributed.is_main()
         if main:
-            _prepare_folder(out, config)
+            remove_unfinished(out)
+            remove_unfinished(out / "checkpoints")
+            write_text(out / "config.yaml", to_yaml(config))
         compared: dict[str, Any] = {} if state is None else state.get("start", {})  # which a Guard adds to
         if start is not None:
             compared["weights"] = {"source": config.model.init_from, "digest": start.digest(), **start.origin}
@@ -180,16 +182,6 @@ def _find_checkpoint(config: Config, out: Path, resume: str | Path | None) -> di
             "a new run with --init-from"
         )
     return state
-
-
-def _prepare_folder(out: Path, config: Config) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(out)
-        remove_unfinished(out / "checkpoints")
-        write_text(out / "config.yaml", to_yaml(config))
-    except OSError as error:
-        raise ValueError(f"can't write to {out} ({error.strerror}); choose another --out") from error
 
 
 def completed(config: Config, like: Config | Backbone | None) -> Config:

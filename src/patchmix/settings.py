@@ -7,20 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Generic, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Interval
 from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
-from patchmix.config import Config, Count, NonNegative, Options, Probability
+from patchmix.config import Above0, Config, Count, NonNegative, Options, Probability, Share
 
 Weights = Annotated[Positional[str], arg(metavar="WEIGHTS")]
 Data = Annotated[Positional[str], arg(metavar="DATA")]
 Runs = Annotated[Positional[tuple[str, ...]], arg(metavar="RUN")]
 RunSettings = OmitArgPrefixes[Annotated[Config[Options], arg(name="")]]
 Split = Annotated[Literal["train", "test"] | None, arg(metavar="{train,test}")]
-Device = str
 Workers = Annotated[int, Ge(0)]
-Above0 = Annotated[float, Gt(0)]
-Share = Annotated[float, Interval(ge=0, lt=1)]
 
 # ---------------------------------------------------------------------------------------------------------- training
 
@@ -86,7 +83,7 @@ class Evaluation:
     data: str  # Labeled images: a name, class folders, parquet, or shards.
     resize: Count | None = None  # Shorter side before the center crop; 36 for CIFAR in the authors' code.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
     out: Path | None = None  # Folder for results and trained weights; by default the run's. The same call resumes.
 
@@ -198,7 +195,7 @@ class Detect:
     recompute: bool = False  # Activation checkpointing: less memory, about a third more time.
     evaluate_every: NonNegative = 10.0  # Epochs between evaluations; 0 evaluates at the end only.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
     seed: int = 0  # Random seed.
 
@@ -226,7 +223,7 @@ class Segment:
     layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Layer-wise decay of the rate, with --finetune.
     pictures: Annotated[int, Ge(0)] = 8  # Number of test images to draw with truth and prediction.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
     seed: int = 0  # Random seed.
 
@@ -246,7 +243,7 @@ class Evaluate:
     draws: Count = 5  # Random draws of these images; the result is their mean.
     ignore_index: tuple[int, ...] = (255,)  # Indices in masks that are neither learned nor counted.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 0  # Processes that load images.
     seed: int = 0  # Random seed.
 
@@ -262,7 +259,7 @@ class Embed:
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
     resize: Count | None = None  # Shorter side before the center crop.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 0  # Processes that load images.
 
 
@@ -371,7 +368,7 @@ class ShowSimilarity:
     related: int | None = None  # Related class; by default the nearest.
     queries: Count = 3  # Number of queries, if none are given.
     images: Count = 1000  # Number of images of DATA to read at most.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
 
 
 @dataclass(frozen=True)
@@ -386,7 +383,7 @@ class ShowAttention:
     images: Count = 3  # Number of images of DATA.
     position: tuple[int, ...] = ()  # Positions of images in DATA.
     size: Count | None = None  # Side of the input in pixels; a larger one gives finer maps.
-    device: Device = "cpu"  # Device: cpu or cuda.
+    device: str = "cpu"  # Device: cpu or cuda.
 
 
 @dataclass(frozen=True)
@@ -402,7 +399,7 @@ class ShowPatches:
     images: Count = 4  # Number of images of DATA.
     position: tuple[int, ...] = ()  # Positions of images in DATA.
     size: Count | None = None  # Side of the input in pixels; a larger one gives finer maps.
-    device: Device = "cpu"  # Device: cpu or cuda.
+    device: str = "cpu"  # Device: cpu or cuda.
 
 
 @dataclass(frozen=True)
@@ -416,7 +413,7 @@ class ShowNeighbors:
     queries: Count = 5  # Number of queries, if none are given.
     k: Count = 8  # Neighbors of each query.
     images: Count = 2000  # Number of images of DATA to read at most.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
 
 
 @dataclass(frozen=True)
@@ -427,7 +424,7 @@ class ShowMap:
     data: str  # The images.
     out: Path = Path("map.png")  # A .png, .svg or .pdf.
     images: Count = 300  # Number of images at most.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
 
 
 @dataclass(frozen=True)
@@ -438,7 +435,7 @@ class Report:
     out: Path | None = None  # The file; by default report.html in the first run's folder.
     data: str | None = None  # The images of the explorer; by default the first run's.
     images: Annotated[int, Ge(0)] = 2000  # Number of images in the explorer at most; 0 leaves pictures out.
-    device: Device = "auto"  # Device: auto, cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 0  # Processes that load images.
 
 

@@ -39,7 +39,7 @@ def run(options: dict[str, Any], images: list[Tensor], world: int) -> dict[str, 
     wrapped: Any = torch.nn.parallel.DistributedDataParallel(method, broadcast_buffers=False) if world > 1 else method
     losses = []
     for step in range(STEPS):
-        seed_pass(7, step, method.generator, method.shared_generator)
+        seed_pass(7, step, method)
         method.zero_grad()
         out = wrapped(images)
         out["loss"].backward()

@@ -231,11 +231,11 @@ def test_the_last_evaluation_ends_within_the_budget(tmp_path: Path, monkeypatch:
 
 
 def test_every_pass_draws_its_own_numbers() -> None:
-    generator = torch.Generator()
+    method = Toy()
     drawn = set()
     for seed, number in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
-        seed_pass(seed, number, generator)
-        drawn |= {torch.rand(()).item(), torch.rand((), generator=generator).item()}
+        seed_pass(seed, number, method)
+        drawn |= {torch.rand(()).item(), torch.rand((), generator=method.generator).item()}
     assert len(drawn) == 10
 
 

@@ -31,7 +31,7 @@ class Checkpoints:
     @property
     def last(self) -> Path | None:
         """The newest complete checkpoint, even if the process died before it moved `last`."""
-        return max(self._complete(), default=None)
+        return max(self.folder.glob("step-*.pt"), default=None)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:09d}.pt"
@@ -45,12 +45,9 @@ class Checkpoints:
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)
         link.replace(self.folder / "last")
-        for old in sorted(self._complete())[: -self.keep]:
+        for old in sorted(self.folder.glob("step-*.pt"))[: -self.keep]:
             old.unlink()
         return path
-
-    def _complete(self) -> Iterator[Path]:
-        return self.folder.glob("step-*.pt")
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

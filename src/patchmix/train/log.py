@@ -105,14 +105,9 @@ class RunLog:
             return
         if self.console.is_terminal and not is_verbose():
             if self._progress is None:
-                self._progress = Progress(
-                    BarColumn(bar_width=24),
-                    TextColumn("{task.percentage:>3.0f}%"),
-                    TimeElapsedColumn(),
-                    TextColumn("{task.description}"),
-                    console=self.console,
-                    transient=True,
-                )
+                columns = BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
+                text = TextColumn("{task.description}")
+                self._progress = Progress(*columns, text, console=self.console, transient=True)
                 self._task = self._progress.add_task("", total=1.0)
                 self._progress.start()
             self._progress.update(self._task, completed=fraction, description=line)

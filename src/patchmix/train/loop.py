@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -75,7 +76,7 @@ def train(
 ) -> dict[str, float]:
     """Trains to the end of the plan and returns the last values of the evaluators.
 
-    `prepare` turns a batch of the loader into the argument of `method.forward`, on the device. `warning` says what is
+    `prepare` turns a batch of the loader, on the device, into the argument of `method.forward`. `warning` says what is
     wrong with the evaluators' values at a step, if anything.
     """
     # ------------------------------------------------------------------------------------------------------- start
@@ -88,7 +89,6 @@ def train(
     clock = Clock(total_steps, plan.budget_seconds, first_step=step, spent_before=spent)
     meter, watch = Meter(), LossWatch(device)
     module = wrap(method, device, compiled=plan.compile)
-    results: dict[str, float] = {}
     writer = CheckpointWriter(checkpoints if distributed.is_main() else None)
 
     def receive() -> Iterator[Any]:
@@ -98,18 +98,18 @@ def train(
                 batch = next(batches)
             if batch.bad:
                 on_bad_sample(batch.bad)
-            yield batch
+            yield batch.to(device)
 
-    def monitor() -> None:
+    def monitor() -> dict[str, float]:
         began = time.monotonic()
         values = _evaluate(method, evaluators, momentum=plan.monitor_momentum)
         if values:
-            results.update(values)
             log.record("monitor", step, {"epoch": step / loader.steps_per_epoch, **values})
             log.say(f"step {step:>7}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
             if said := warning(step, values):
                 log.say(f"warning: {said}", style="bold red")
         clock.reserve = time.monotonic() - began  # the last evaluation must fit into the budget, too
+        return values
 
     def save() -> None:
         watch.check()
@@ -121,24 +121,15 @@ def train(
 
     # -------------------------------------------------------------------------------------------------------- loop
     with catch_signals() as caught, closing(writer), name_dead_workers():
-        batches = receive()
+        take_step = partial(
+            train_step, module, method, optimizer, receive(), plan, device=device, prepare=prepare, on_losses=watch.push
+        )
         meter.restart()
         last_saved = time.monotonic()
         progress = clock.progress(step, device)
         while progress < 1.0:
             # ------------------------------------------------------------------------------------------------- step
-            train_step(
-                module,
-                method,
-                optimizer,
-                batches,
-                plan,
-                step=step,
-                progress=progress,
-                device=device,
-                prepare=lambda batch: prepare(batch.to(device)),
-                on_losses=watch.push,
-            )
+            take_step(step=step, progress=progress)
             lr, weight_decay = plan.lr(progress), plan.weight_decay(progress)
             step += 1
             meter.count(plan.batch_size)
@@ -162,8 +153,8 @@ def train(
                 meter.restart()  # it measures training only
             writer.check()
             due = _every(plan.checkpoint_epochs, step, loader.steps_per_epoch)
-            late = _agree(time.monotonic() - last_saved > plan.checkpoint_minutes * 60, step, device)
-            if (due or late) and not done:
+            late = time.monotonic() - last_saved > plan.checkpoint_minutes * 60
+            if not done and (due or _agree(late, step, device)):
                 save()
                 last_saved = time.monotonic()
             if _agree(bool(caught), step, device):
@@ -174,7 +165,7 @@ def train(
 
         # ----------------------------------------------------------------------------------------------------- end
         save()  # the evaluation may take long, and may be killed
-        monitor()
+        results = monitor()
         save()  # with what the evaluators keep in the method
         writer.wait()
     return results
@@ -212,7 +203,7 @@ def train_step(
     # forward, backward
     for micro in range(plan.accumulate):
         batch = next(batches)
-        seed_pass(plan.seed, step * plan.accumulate + micro, method.generator, method.shared_generator)
+        seed_pass(plan.seed, step * plan.accumulate + micro, method)
         with _no_sync(module, micro < plan.accumulate - 1):
             with phase("forward"), torch.autocast(device.type, dtype=plan.autocast, enabled=plan.autocast is not None):
                 views = prepare(batch)
@@ -281,17 +272,15 @@ def _no_sync(module: nn.Module, active: bool) -> AbstractContextManager[None]:
     return module.no_sync() if active and isinstance(module, DistributedDataParallel) else nullcontext()
 
 
-def seed_pass(seed: int, number: int, generator: torch.Generator, shared: torch.Generator | None = None) -> None:
-    """Seeds all random numbers of a forward pass from (seed, number of the pass, rank); `shared` without the rank.
-
-    So a resumed run draws what the first one drew.
+def seed_pass(seed: int, number: int, method: Method) -> None:
+    """Seeds all random numbers of a forward pass from (seed, number of the pass, rank), so that a resumed run draws
+    what the first one drew; the method's shared generator without the rank.
     """
     everywhere = seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9
     here = (everywhere + distributed.rank() * 0x94D049BB133111EB) % 2**63
     torch.manual_seed(here)
-    generator.manual_seed(here ^ 0x5851F42D4C957F2D)
-    if shared is not None:
-        shared.manual_seed(everywhere % 2**63 ^ 0x5851F42D4C957F2D)
+    method.generator.manual_seed(here ^ 0x5851F42D4C957F2D)
+    method.shared_generator.manual_seed(everywhere % 2**63 ^ 0x5851F42D4C957F2D)
 
 
 # ------------------------------------------------------------------------------------------------- parts of the loop
