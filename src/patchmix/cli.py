@@ -114,10 +114,10 @@ def _run(args: list[str], in_shell: bool) -> None:
 
         check_alone(f"patchmix {name}")
     settings = parse(verb.settings, [word for word in rest if word not in OUTPUT_OPTIONS], prog=f"patchmix {name}")
-    if getattr(settings, "devices", None) and "RANK" not in os.environ:
+    if getattr(settings, "devices", None) and "RANK" not in os.environ:  # the processes that this starts have a rank
         from patchmix.launch import launch
 
-        sys.exit(launch([name, *without_option(rest, "--devices")], settings.devices))
+        sys.exit(launch(args, settings.devices))
     as_json, main_process = "--json" in rest, os.environ.get("RANK", "0") == "0"
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         result = resolve_name(verb.run)(settings)
@@ -313,16 +313,6 @@ def option_names(cls: type[Any], run: Config | None) -> list[str]:
     """The options of a verb as Python names; with the settings of a run, where it takes them."""
     own = [each.name for each in fields(cls)]
     return [*own, *flat(run)] if run is not None and "run" in own else own
-
-
-def without_option(args: list[str], option: str) -> list[str]:
-    """The words of a command without an option and its value."""
-    kept, skip = [], False
-    for word in args:
-        if not skip and word != option and not word.startswith(f"{option}="):
-            kept.append(word)
-        skip = word == option
-    return kept
 
 
 def _fail(message: str, code: int) -> None:

@@ -53,9 +53,9 @@ def _log_to_mlflow(library: Any, values: Mapping[str, float], step: int) -> None
 class RunLog:
     """One process's log; only the main one has a folder and prints."""
 
-    def __init__(self, folder: Path | None, *, step: int = 0, console: Console | None = None) -> None:
+    def __init__(self, folder: Path | None, *, step: int = 0) -> None:
         self.folder = folder
-        self.console = console or Console(quiet=folder is None)
+        self.console = Console(quiet=folder is None)
         self._last_line = -math.inf
         self._progress: Progress | None = None
         if folder is None:
