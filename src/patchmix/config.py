@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import operator
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -197,14 +198,14 @@ class Config(Generic[Options]):
 
         Another method starts from its own default options.
         """
-        values = to_dict(self)
-        if settings.get("method", self.method.name) != self.method.name:
-            values["method"] = {"name": settings["method"]}
-        places = {name: path for name, (path, _) in flat(from_dict(values)).items()}
+        values, method = to_dict(self), settings.get("method", self.method.name)
+        if method != self.method.name:
+            values["method"] = {"name": method, "options": {}}
+        places = {name: path for name, (path, _) in flat(_default(method)).items()}
         for name, value in settings.items():
             check_known(name, places, "setting")
             *sections, key = places[name]
-            functools.reduce(lambda section, part: section.setdefault(part, {}), sections, values)[key] = value
+            functools.reduce(operator.getitem, sections, values)[key] = value
         return from_dict(values)
 
 
@@ -219,14 +220,13 @@ def to_dict(config: Config) -> dict[str, Any]:
 def from_dict(values: Mapping[str, Any]) -> Config:
     """The inverse of `to_dict`; an unknown key or a wrong value raises a ValueError of one line."""
     values = _from_0_1(values)
-    method, methods = values.setdefault("method", {}), METHOD_OPTIONS | DISTILLATION
-    name = method.get("name", "patchmix") if isinstance(method, Mapping) else "patchmix"
-    check_known(name, methods, "method")
-    _check_keys(values, to_dict(Config(method=MethodConfig(name, methods[name]()))))
+    method = values.setdefault("method", {})
+    default = _default(method.get("name", "patchmix") if isinstance(method, Mapping) else "patchmix")
+    _check_keys(values, to_dict(default))
     values["method"] = {"options": {}, **method}
     check_precision(values.get("train", {}).get("precision"))
     generic: Any = Config
-    config: Config = validate(generic[methods[name]], values)
+    config: Config = validate(generic[type(default.method.options)], values)
     if config.optim.warmup_epochs >= config.train.epochs:
         warmup, epochs = config.optim.warmup_epochs, config.train.epochs
         raise ValueError(f"optim.warmup_epochs is {warmup:g}; it must be below train.epochs ({epochs:g})")
@@ -235,6 +235,12 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     if any(config.train.token_dropout) and config.method.name in ("ibot", "regioncl", "distill"):
         raise ValueError(f"train.token_dropout does not work with {config.method.name}, which compares patch tokens")
     return config
+
+
+def _default(method: str) -> Config:
+    known = METHOD_OPTIONS | DISTILLATION
+    check_known(method, known, "method")
+    return Config(method=MethodConfig(method, known[method]()))
 
 
 def check_precision(name: Any) -> None:
@@ -324,14 +330,15 @@ def _from_0_1(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def validate(cls: type[S], values: Mapping[str, Any]) -> S:
     """An instance of the dataclass from plain values, or a ValueError of one line: what, why, and the nearest name."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    plain: Any = typing.get_origin(cls) or cls
-    known = [each.name for each in dataclasses.fields(plain)]
+    kind: Any = cls
+    known = [each.name for each in dataclasses.fields(typing.get_origin(kind) or kind)]
     for key in values:
         check_known(key, known, "setting")
     try:
-        return TypeAdapter(cls).validate_python(values)
+        validated: S = _adapter(kind).validate_python(values)
+        return validated
     except ValidationError as error:
         first, *others = error.errors()
         key = _key(values, first["loc"])
@@ -340,6 +347,13 @@ def validate(cls: type[S], values: Mapping[str, Any]) -> S:
         rules = dict.fromkeys(each["msg"] for each in (first, *others) if _key(values, each["loc"]) == key)
         rule = " or ".join(text.removeprefix("Input should be ") for text in rules)
         raise ValueError(f"{key} is {first['input']!r}; it must be {rule}") from None
+
+
+@functools.cache
+def _adapter(cls: type[Any]) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
 
 
 def _key(values: Any, location: Iterable[int | str]) -> str:
