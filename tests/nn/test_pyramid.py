@@ -188,5 +188,3 @@ def test_mistakes_are_named() -> None:
         Pyramid(small(patch=2))
     with pytest.raises(ValueError, match="4 blocks at even depths, but the encoder has 2"):
         Pyramid(small(depth=2))
-    with pytest.raises(ValueError, match="any_image_size=True"):
-        TokenMaps(create_encoder("vit_tiny_patch8_32"), blocks=(0,))

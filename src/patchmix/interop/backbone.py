@@ -146,13 +146,8 @@ class Backbone:
         """What `save` wrote."""
         try:
             entries = json.loads(header)
-            backbone = Backbone(
-                architecture=Architecture(**entries["architecture"]),
-                weights=weights,
-                mean=tuple(map(float, entries["mean"])),
-                std=tuple(map(float, entries["std"])),
-                origin=dict(entries["origin"]),
-            )
+            mean, std = (tuple(map(float, entries[key])) for key in ("mean", "std"))
+            backbone = Backbone(Architecture(**entries["architecture"]), weights, mean, std, dict(entries["origin"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"damaged patchmix metadata ({error}); export it again from its run") from error
         backbone.architecture.check(weights, "this is not the encoder that the metadata describes")

@@ -87,15 +87,11 @@ def _name_of(path: Path) -> str:
 
 def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:
     """The file of a run or of an export that holds the encoder, and whether it is of an unfinished run."""
-    finished = folder / "encoder.safetensors"
+    finished = (folder / "encoder.safetensors").is_file()
     checkpoints = sorted(folder.glob("checkpoints/step-*.pt")) or list(folder.glob("checkpoints/last"))
-    if encoder == "momentum" and checkpoints:  # encoder.safetensors holds the base encoder only
-        return checkpoints[-1], not finished.is_file()
-    if finished.is_file():
-        return finished, False
-    if checkpoints:
-        return checkpoints[-1], True
-    for name in (WEIGHTS, "pytorch_model.bin"):
+    if checkpoints and (encoder == "momentum" or not finished):  # encoder.safetensors holds the base encoder only
+        return checkpoints[-1], not finished
+    for name in ("encoder.safetensors", WEIGHTS, "pytorch_model.bin"):
         if (folder / name).is_file():
             return folder / name, False
     if (folder / "config.yaml").is_file():
@@ -192,6 +188,10 @@ def fetch(repository: str, filename: str, revision: str) -> tuple[Path, dict[str
     Returns its place, and what a backbone's `origin` says about it: repository, commit, SHA-256. A file whose SHA-256
     is not the one that the hub states is refused.
     """
+    absent = (
+        f"{filename} of {repository} is not on this machine, and the hub can't be reached; fetch it where there is a "
+        f"connection with `hf download {repository} --local-dir DIR`, copy DIR here and give DIR instead"
+    )
     try:
         endpoint = os.environ.get("HF_ENDPOINT")  # huggingface_hub itself looks at it once, when it is imported
         path = Path(hf_hub_download(repository, filename, revision=revision or None, endpoint=endpoint))
@@ -201,7 +201,7 @@ def fetch(repository: str, filename: str, revision: str) -> tuple[Path, dict[str
         reason = reason if isinstance(error, GatedRepoError) else f"is not on the hub{at}, or private; check its name"
         raise ValueError(f"{repository} {reason}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise ValueError(_no_connection(repository, filename)) from error
+        raise ValueError(absent) from error
     except EntryNotFoundError as error:
         raise ValueError(
             f"{repository} has no {filename}; only safetensors are fetched, as pickled weights could run code"
@@ -210,7 +210,7 @@ def fetch(repository: str, filename: str, revision: str) -> tuple[Path, dict[str
         raise ValueError(f"{repository!r} is not the name of a repository; write hf://user/name") from error
     except Exception as error:  # of whichever HTTP library huggingface_hub uses
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ValueError(f"{_no_connection(repository, filename)} ({reason})") from error
+        raise ValueError(f"{absent} ({reason})") from error
     sha256 = hashlib.sha256(np.memmap(path, mode="r").data).hexdigest()  # mapped: it may be larger than the memory
     stated = path.resolve().name  # the cache names large files by the SHA-256 that the hub states
     if re.fullmatch(r"[0-9a-f]{64}", stated) and stated != sha256:
@@ -219,10 +219,3 @@ def fetch(repository: str, filename: str, revision: str) -> tuple[Path, dict[str
             f"remove {path.resolve()} and try again"
         )
     return path, {"repository": repository, "commit": path.parent.name, "sha256": sha256}
-
-
-def _no_connection(repository: str, filename: str) -> str:
-    return (
-        f"{filename} of {repository} is not on this machine, and the hub can't be reached; fetch it where there is a "
-        f"connection with `hf download {repository} --local-dir DIR`, copy DIR here and give DIR instead"
-    )

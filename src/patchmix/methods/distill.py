@@ -16,18 +16,14 @@ from patchmix.methods.method import Method
 from patchmix.methods.options import DistillOptions
 from patchmix.nn import all_tokens, patch_size_of
 
+Floats = Sequence[float]
+
 
 class Teacher(nn.Module):
     """A frozen encoder for images that were normalized for another one, of any size."""
 
     def __init__(
-        self,
-        encoder: VisionTransformer,
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-        student_mean: Sequence[float],
-        student_std: Sequence[float],
+        self, encoder: VisionTransformer, *, mean: Floats, std: Floats, student_mean: Floats, student_std: Floats
     ) -> None:
         super().__init__()
         self.encoder = encoder.eval().requires_grad_(False)

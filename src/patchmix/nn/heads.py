@@ -1,5 +1,7 @@
 """Projection and prediction heads (Table "head"), and the prototypes of DINO and iBOT."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,15 +41,11 @@ class BatchNorm(nn.BatchNorm1d):
 
 def mlp_head(layers: int, in_dim: int, hidden: int, out_dim: int) -> nn.Sequential:
     """`layers` linear layers without bias, each followed by batch norm: with ReLU inside, without affine at the end."""
-    sizes = [in_dim, *[hidden] * (layers - 1), out_dim]
+    widths = [in_dim, *[hidden] * (layers - 1)]
     modules: list[nn.Module] = []
-    for i in range(layers):
-        last = i == layers - 1
-        modules.append(nn.Linear(sizes[i], sizes[i + 1], bias=False))
-        modules.append(BatchNorm(sizes[i + 1], affine=not last))
-        if not last:
-            modules.append(nn.ReLU(inplace=True))
-    return nn.Sequential(*modules)
+    for narrow, wide in pairwise(widths):
+        modules += [nn.Linear(narrow, wide, bias=False), BatchNorm(wide), nn.ReLU(inplace=True)]
+    return nn.Sequential(*modules, nn.Linear(widths[-1], out_dim, bias=False), BatchNorm(out_dim, affine=False))
 
 
 def two_layer_head(in_dim: int, hidden: int, out_dim: int, *, bias: bool) -> nn.Sequential:
@@ -84,9 +82,8 @@ class PrototypeHead(nn.Module):
         self.frozen = False
 
     def fixed_parameters(self) -> list[nn.Parameter]:
-        if not self.frozen:
-            return []
-        return [self.prototypes] if self.lengths is None else [self.prototypes, self.lengths]
+        last_layer = [self.prototypes] if self.lengths is None else [self.prototypes, self.lengths]
+        return last_layer if self.frozen else []
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scores(self.embed(x))

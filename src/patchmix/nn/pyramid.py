@@ -63,9 +63,9 @@ class Pyramid(nn.Module):
 class TokenMaps(nn.Module):
     """A ViT's patch tokens after some of its blocks, as maps, before the last norm.
 
-    The position embedding is interpolated to the size of the images. With a `window`, attention stays inside windows
-    of this size except in the blocks `global_blocks`. With `recompute`, blocks are computed again in the backward
-    pass instead of keeping their activations.
+    The encoder takes any image size: it interpolates its position embedding. With a `window`, attention stays inside
+    windows of this size except in the blocks `global_blocks`. With `recompute`, blocks are computed again in the
+    backward pass instead of keeping their activations.
     """
 
     def __init__(
@@ -80,8 +80,6 @@ class TokenMaps(nn.Module):
         super().__init__()
         if not isinstance(encoder, VisionTransformer):
             raise ValueError(f"a {type(encoder).__name__} with rotary positions can't be a detector's backbone here")
-        if not encoder.dynamic_img_size:
-            raise ValueError("the encoder takes one image size only; create it with any_image_size=True")
         windowed = [i for i in range(len(encoder.blocks)) if window and i not in global_blocks]
         if odd := [type(encoder.blocks[i]).__name__ for i in windowed if type(encoder.blocks[i]) is not Block]:
             raise ValueError(f"window is {window}, but attention in a {odd[0]} has no windows; use window 0")
@@ -96,7 +94,7 @@ class TokenMaps(nn.Module):
         encoder = self.encoder
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         tokens = encoder.norm_pre(encoder.patch_drop(encoder._pos_embed(encoder.patch_embed(images))))
-        maps = {}
+        maps = []
         for i in range(len(encoder.blocks)):
             if self.recompute and torch.is_grad_enabled():
                 tokens = checkpoint(self._block, i, tokens, grid, use_reentrant=False)
@@ -104,8 +102,8 @@ class TokenMaps(nn.Module):
                 tokens = self._block(i, tokens, grid)
             if i in self.blocks:
                 patches = tokens[:, encoder.num_prefix_tokens :]
-                maps[i] = patches.transpose(1, 2).reshape(len(images), self.dim, *grid)
-        return [maps[i] for i in self.blocks]
+                maps.append(patches.transpose(1, 2).reshape(len(images), self.dim, *grid))
+        return maps
 
     def _block(self, i: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         block: Any = self.encoder.blocks[i]
