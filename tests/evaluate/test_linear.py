@@ -15,7 +15,7 @@ from patchmix.evaluate import linear
 from patchmix.evaluate.linear import LinearMethod
 from patchmix.evaluate.protocol import BestScores, top_accuracies, usual_batch
 from patchmix.evaluate.results import Result, read_results
-from patchmix.evaluate.sweep import Candidate, Score, best_of, fit_candidates, grid, score, usual_epochs
+from patchmix.evaluate.sweep import GRID, Candidate, Score, best_of, fit_candidates, score, usual_epochs
 from patchmix.interop.backbone import Backbone
 from patchmix.settings import Linear
 
@@ -62,7 +62,7 @@ def test_candidates_reach_scikit_learns_minimum(images: int, dim: int, classes: 
 def test_separable_features_are_separated() -> None:
     vectors, labels = blobs(300, 16, 5, noise=0.05)
     unseen, truth = blobs(300, 16, 5, noise=0.05, seed=3)
-    models = fit_candidates(vectors, labels, grid(), classes=5, epochs=100)
+    models = fit_candidates(vectors, labels, GRID, classes=5, epochs=100)
     scores = score(models, unseen, truth)
     assert max(s.top1 for s in scores) == 1.0
     assert all(s.top5 == 1.0 for s in scores)
@@ -71,29 +71,29 @@ def test_separable_features_are_separated() -> None:
 def test_candidates_do_not_influence_each_other() -> None:
     """One alone is what it is among others: the batched problem is many problems."""
     vectors, labels = blobs(200, 8, 3, 1.0)
-    together = fit_candidates(vectors, labels, grid(), classes=3, epochs=20)
+    together = fit_candidates(vectors, labels, GRID, classes=3, epochs=20)
     for i in (0, 7, 19):
-        alone = fit_candidates(vectors, labels, [grid()[i]], classes=3, epochs=20)
+        alone = fit_candidates(vectors, labels, [GRID[i]], classes=3, epochs=20)
         torch.testing.assert_close(alone.weight[:, 0], together.weight[:, i], rtol=1e-4, atol=1e-5)
 
 
 def test_rows_train_as_their_copies_do() -> None:
     vectors, labels = blobs(120, 8, 3, 1.0)
     rows = torch.arange(0, 120, 2)
-    some = fit_candidates(vectors, labels, grid(), classes=3, epochs=5, rows=rows)
-    copies = fit_candidates(vectors[rows], labels[rows], grid(), classes=3, epochs=5)
+    some = fit_candidates(vectors, labels, GRID, classes=3, epochs=5, rows=rows)
+    copies = fit_candidates(vectors[rows], labels[rows], GRID, classes=3, epochs=5)
     torch.testing.assert_close(some.weight, copies.weight)
 
 
 def test_hostile_features() -> None:
     vectors, labels = blobs(60, 6, 3, 1.0)
     vectors[:, 2] = 7.0  # constant
-    assert torch.isfinite(fit_candidates(vectors, labels, grid(), classes=3, epochs=5).weight).all()
+    assert torch.isfinite(fit_candidates(vectors, labels, GRID, classes=3, epochs=5).weight).all()
     fewer, some = vectors[:4], labels[:4]  # fewer images than features
-    assert torch.isfinite(fit_candidates(fewer, some, grid(), classes=3, epochs=5).weight).all()
+    assert torch.isfinite(fit_candidates(fewer, some, GRID, classes=3, epochs=5).weight).all()
     vectors[3, 1] = float("nan")
     with pytest.raises(ValueError, match="1 of 60 images are NaN"):
-        fit_candidates(vectors, labels, grid(), classes=3, epochs=5)
+        fit_candidates(vectors, labels, GRID, classes=3, epochs=5)
 
 
 def test_the_best_candidate() -> None:
@@ -109,7 +109,7 @@ def test_the_fast_protocol(backbone: Backbone, tmp_path: Path, monkeypatch: pyte
     assert result.metrics["best_top1"] >= result.top1 > 0.1
     assert result.settings["chosen_on"] == "30 held-out training images"
     assert result.settings["augmentation"] == "none"
-    assert Candidate(result.details["relative_lr"], result.details["weight_decay"]) in grid()
+    assert Candidate(result.details["relative_lr"], result.details["weight_decay"]) in GRID
 
 
 def test_the_fast_protocol_does_not_choose_on_the_test_images(

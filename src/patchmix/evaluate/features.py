@@ -79,7 +79,6 @@ class FeatureExtractor:
     pool: str = "token"  # one of LAYERS
     resize: int | None = None  # shorter side before the center crop; None: `usual_resize` of the encoder's image size
     workers: int = 0
-    batch_size: int = 256
     cache: bool = True
     memory: dict[Path, Features] | None = None  # features that several evaluations share, besides those on disk
 
@@ -116,8 +115,7 @@ class FeatureExtractor:
             whose = [] if pool == "pixels" else [self._digest, repr(self.backbone.architecture)]
             key = json.dumps([_VERSION, *whose, source.fingerprint(), how | {"pool": pool}], sort_keys=True).encode()
             paths[pool] = cache_folder("features") / f"{hashlib.sha256(key).hexdigest()[:40]}.safetensors"
-            kept = (self.memory or {}).get(paths[pool])
-            if kept is not None:
+            if (kept := (self.memory or {}).get(paths[pool])) is not None:
                 kept = Features.of(source, kept.vectors, kept.indices)
             elif self.cache:
                 kept = _load(paths[pool], source)
@@ -127,8 +125,8 @@ class FeatureExtractor:
                 found[pool] = kept
         if missing := [pool for pool in pools if pool not in found]:
             encoder = self.backbone.encoder().to(self.device)
-            work: dict[str, Any] = {"device": self.device, "batch_size": self.batch_size, "workers": self.workers}
-            for pool, features in extract_all(encoder, source, missing, **how, **work, progress=True).items():
+            how |= {"device": self.device, "workers": self.workers}
+            for pool, features in extract_all(encoder, source, missing, **how, progress=True).items():
                 check_finite(features.vectors, source.name)
                 if self.cache and distributed.is_main():
                     _keep(paths[pool], features)
@@ -163,9 +161,6 @@ def extract_all(
     Under torchrun every process must call this: each takes a part, and each gets the features of all, in the source's
     order. `encoder` is on `device` and keeps its mode. Images that can't be decoded are left out.
     """
-    for pool in pools:
-        if pool.partition("-")[0] not in LAYERS:
-            raise ValueError(f"pool is {pool!r}; it must be {', '.join(LAYERS)}")
     world_size = distributed.world_size()
     share = {"rank": distributed.rank(), "world_size": world_size, "batch_size": batch_size, "workers": workers}
     vectors: dict[str, list[Tensor]] = {pool: [] for pool in pools}
@@ -180,7 +175,7 @@ def extract_all(
                 if len(batch.indices):
                     images = to_float(batch.views[0].to(device, non_blocking=True), mean, std)
                     for pool, features in pooled_all(encoder, images, pools).items():
-                        vectors[pool].append(features.to(_dtype(pool)).cpu())
+                        vectors[pool].append((features.half() if pool == "patches" else features.float()).cpu())
                     indices.append(batch.indices)
                 bad = bad or batch.bad
                 advance(len(batch.indices) + len(batch.bad))
@@ -191,15 +186,11 @@ def extract_all(
         raise ValueError(f"{source.name} has no image that can be decoded; check its files{bad and f': {bad[0]}'}")
     found = {}
     for pool, parts in vectors.items():
-        empty = torch.empty(0, *[0] * (2 if pool == "patches" else 1), dtype=_dtype(pool))
+        empty = torch.empty(0, 0, 0, dtype=torch.float16) if pool == "patches" else torch.empty(0, 0)
         rows = distributed.gather_rows(torch.cat(parts or [empty]), device)
         parts.clear()
         found[pool] = Features.of(source, torch.cat(rows), every)
     return found
-
-
-def _dtype(pool: str) -> torch.dtype:
-    return torch.float16 if pool == "patches" else torch.float32
 
 
 def pooled_all(encoder: nn.Module, images: Tensor, pools: Sequence[str]) -> dict[str, Tensor]:
@@ -214,23 +205,16 @@ def pooled_all(encoder: nn.Module, images: Tensor, pools: Sequence[str]) -> dict
         return found
     vit: Any = encoder
     images = as_channels(images, int(vit.patch_embed.proj.in_channels))
-    names = {pool: pool.partition("-") for pool in rest}
-    if any(kind == "token" for kind, _, _ in names.values()) and vit.cls_token is None:
+    if any(pool.startswith("token") for pool in rest) and vit.cls_token is None:
         raise ValueError("the encoder has no class token in its blocks; use --pool mean")
-    blocks = {pool: int(block or len(vit.blocks)) for pool, (_, _, block) in names.items()}
+    blocks = {pool: int(pool.partition("-")[2] or len(vit.blocks)) for pool in rest}
     wanted = sorted(set(blocks.values()))
-    outputs: Any = vit.forward_intermediates(
-        images,
-        indices=[block - 1 for block in wanted],
-        return_prefix_tokens=True,
-        norm=True,
-        output_fmt="NLC",
-        intermediates_only=True,
-    )
+    how = {"return_prefix_tokens": True, "norm": True, "output_fmt": "NLC", "intermediates_only": True}
+    outputs = vit.forward_intermediates(images, indices=[block - 1 for block in wanted], **how)
     after = dict(zip(wanted, outputs, strict=True))  # patch tokens (N, T, D) and prefix tokens
-    for pool, (kind, _, _) in names.items():
-        patches, prefix = after[blocks[pool]]
-        found[pool] = prefix[:, 0] if kind == "token" else patches.mean(dim=1) if kind == "mean" else patches
+    for pool, block in blocks.items():
+        patches, prefix = after[block]
+        found[pool] = patches if pool == "patches" else prefix[:, 0] if "token" in pool else patches.mean(dim=1)
     return found
 
 
@@ -243,9 +227,8 @@ def check_finite(vectors: Tensor, whose: str) -> None:
     """A ValueError where a feature is NaN or infinite: its similarities would mean nothing."""
     if bool(torch.isfinite(vectors.sum(dtype=torch.float64))):  # one number that is not would show in the sum
         return
-    finite = torch.isfinite(vectors).flatten(1).all(dim=1)
-    if not bool(finite.all()):
-        rows = finite.logical_not().nonzero().flatten()
+    rows = torch.isfinite(vectors).flatten(1).all(dim=1).logical_not().nonzero().flatten()
+    if len(rows):
         raise ValueError(
             f"{whose}: the features of {len(rows)} of {len(vectors)} images are NaN or infinite (the first: image "
             f"{int(rows[0])}); the encoder's weights are broken, use an earlier checkpoint"

@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from patchmix.evaluate.protocol import (
     SupervisedMethod,
     Task,
     open_task,
+    recorded,
     top_accuracies,
     usual_batch,
     wants_few_labels,
@@ -51,7 +52,6 @@ CROP_AREA = (0.08, 1.0)
 _SMALL_IMAGE = 32
 _TINY_DIM = 192  # up to this width an encoder takes ViT-T's learning rate
 _PIXELS, _ERASING = 0, 1  # streams of random numbers
-_NOT_RECORDED = ("weights", "data", "base_lr", "encoder", "device", "workers", "out", "shots", "fraction", "draws")
 
 
 def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
@@ -76,8 +76,7 @@ def _train_and_test(settings: Finetune, task: Task) -> tuple[dict[str, float], i
     """Metrics, test images, settings and details."""
     shape, data = task.backbone.architecture, task.data
     batch_size = _batch_size(settings, shape.image_size, len(data.train))
-    record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
-    record |= {
+    record = recorded(settings) | {
         "batch_size": batch_size,
         "lr": (settings.base_lr or usual_base_lr(task.backbone)) * batch_size / 256,
         "warmup_epochs": min(settings.warmup_epochs, 0.1 * settings.epochs),
@@ -199,10 +198,6 @@ def _train(method: FinetuneMethod, task: Task, record: dict[str, Any]) -> tuple[
         evaluator=evaluator,
         optimizer=torch.optim.AdamW(layer_groups(method.encoder, record["layer_decay"]), lr=0.0),
         warmup=lambda steps: record["warmup_epochs"] / record["epochs"],
-        **{
-            name: record[name]
-            for name in ("lr", "min_lr", "lr_per_epoch", "weight_decay", "batch_size", "epochs", "seed")
-        },
     )
 
 

@@ -60,28 +60,21 @@ def knn_of(task: Task) -> Result:
     tops = (1, 5) if data.classes > 5 else (1,)
     truth = queries[pool].labels
     assert truth is not None
+    how: dict[str, Any] = {"leave_one_out": leave_one_out, "device": task.device, "progress": True}
     found = []
     for positions in draws:
         predicted = {}
         for each in pools:
-            voting = bank[each].at(positions)
+            voting, wanted = bank[each].at(positions), ks if each == pool else [headline]
             assert voting.labels is not None
-            how: dict[str, Any] = {"ks": ks if each == pool else [headline], "leave_one_out": leave_one_out}
-            how |= {"device": task.device, "progress": True}
-            predicted[each] = knn_predict(voting.vectors, voting.labels, queries[each].vectors, **how)
+            predicted[each] = knn_predict(voting.vectors, voting.labels, queries[each].vectors, ks=wanted, **how)
         metrics = {f"top{top}": accuracy(predicted[pool][headline], truth, top) for top in tops}
-        for k in ks:
-            metrics |= {f"top{top}@{k}": accuracy(predicted[pool][k], truth, top) for top in tops}
+        metrics |= {f"top{top}@{k}": accuracy(predicted[pool][k], truth, top) for k in ks for top in tops}
         for block, name in blocks.items():
             metrics[f"top1 of block {block}"] = accuracy(predicted[name][headline], truth)
         found.append(metrics)
-    record = {
-        "k": headline,
-        "temperature": TEMPERATURE,
-        **extractor.record(),
-        "bank": voters,
-        "test": "leave-one-out" if leave_one_out else data.tested_on,
-    }
+    record = {"k": headline, "temperature": TEMPERATURE, **extractor.record(), "bank": voters}
+    record["test"] = "leave-one-out" if leave_one_out else data.tested_on
     details: dict[str, Any] = {}
     if blocks:
         best = max(blocks, key=lambda block: sum(metrics[f"top1 of block {block}"] for metrics in found))
@@ -92,10 +85,8 @@ def knn_of(task: Task) -> Result:
 def chosen_blocks(layers: Sequence[str | int], depth: int) -> list[int]:
     """Numbers of blocks from 1 to `depth`, in order."""
     chosen = sorted({block for each in layers for block in (range(1, depth + 1) if each == "all" else [int(each)])})
-    if chosen and chosen[-1] > depth:
-        raise ValueError(
-            f"--layers {chosen[-1]}: the encoder has {depth} blocks; use numbers from 1 to {depth}, or all"
-        )
+    if chosen and (last := chosen[-1]) > depth:
+        raise ValueError(f"--layers {last}: the encoder has {depth} blocks; use numbers from 1 to {depth}, or all")
     return chosen
 
 
@@ -108,22 +99,19 @@ def knn_predict(
     ks: Sequence[int] = (HEADLINE_K,),
     temperature: float = TEMPERATURE,
     leave_one_out: bool = False,
-    top: int = 5,
     device: torch.device | None = None,
     progress: bool = False,
 ) -> dict[int, Tensor]:
-    """The `top` most voted classes of every query, for every k in one pass.
+    """The five most voted classes of every query, for every k in one pass.
 
     bank: (B, D) with labels (B,), queries: (Q, D); with `leave_one_out` query i is image i of the bank, and no image
-    votes for itself. Returns for each k an int64 tensor (Q, min(top, classes)) on the CPU, the best class first and
+    votes for itself. Returns for each k an int64 tensor (Q, min(5, classes)) on the CPU, the best class first and
     -1 where no further class got a vote. Works on `device` (None: the bank's) in blocks of the queries and of the
     bank, so that the memory needed beyond the arguments does not grow with B · Q.
     """
     check_ks(ks, len(bank) - int(leave_one_out))
     check_finite(bank, "the bank")
     check_finite(queries, "the queries")
-    if temperature <= 0:
-        raise ValueError(f"kNN's temperature is {temperature}; it must be above 0, the paper's is {TEMPERATURE}")
     device = bank.device if device is None else device
     classes = int(labels.max()) + 1
     labels = labels.to(device, non_blocking=True)
@@ -138,7 +126,7 @@ def knn_predict(
             voted = labels[where]
             for k in ks:
                 tally = votes.new_zeros(len(votes), classes).scatter_add_(1, voted[:, :k], votes[:, :k])
-                most = tally.topk(min(top, classes), dim=1)
+                most = tally.topk(min(5, classes), dim=1)
                 parts[k].append(most.indices.where(most.values > 0, -1))
             advance(len(block))
     return {k: torch.cat(blocks).cpu() for k, blocks in parts.items()}
@@ -196,8 +184,6 @@ def fitting_ks(available: int) -> tuple[int, ...]:
 
 
 def check_ks(ks: Sequence[int], available: int) -> None:
-    if not ks:
-        raise ValueError("ks is empty; give at least one k, such as 20")
     for k in ks:
         if not 1 <= k <= available:
             raise ValueError(

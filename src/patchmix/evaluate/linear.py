@@ -5,7 +5,6 @@ Shapes: N images, D = the encoder's width, K classes.
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -64,17 +63,18 @@ def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
 
 def linear_of(task: Task) -> Result:
     """`linear` of an open task, which has test images."""
-    settings, data, draws, extractor = task.settings, task.data, task.draws(), task.extractor()
+    settings, data, extractor = task.settings, task.data, task.extractor()
     assert isinstance(settings, Linear) and data.test is not None
     test = extractor.features(data.test)
     name = "linear"
     if settings.protocol == "fast":
-        by_attention = settings.pool == "attentive"
-        name = "attentive" if by_attention else "linear-fast"
-        one = partial(_attentive, heads=task.backbone.architecture.heads) if by_attention else _fast
+        how: dict[str, Any] = {"classes": data.classes, "seed": settings.seed, "device": task.device}
+        how["epochs"] = settings.epochs and max(1, round(settings.epochs))
+        name, fit_and_test = "linear-fast", _fast
+        if settings.pool == "attentive":
+            name, fit_and_test, how["heads"] = "attentive", _attentive, task.backbone.architecture.heads
         train = extractor.features(data.train)
-        parts = [train.at(positions) for positions in draws]
-        outcomes = [one(settings, data.classes, part, test, task.device) for part in parts]
+        outcomes = [fit_and_test(train.at(positions), test, **how) for positions in task.draws()]
     else:
         outcomes = [_paper(settings, task, extractor, test)]
     metrics, (record, *_), (details, *more) = zip(*outcomes, strict=True)
@@ -117,11 +117,8 @@ def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Feat
     assert settings.pool in ("token", "mean")
     data, device, size, seed = task.data, task.device, extractor.image_size, settings.seed
     batch_size = settings.batch_size or usual_batch(size, len(data.train), multiple=distributed.world_size())
-    plan: dict[str, Any] = {
-        "epochs": float(settings.epochs or EPOCHS),
-        "lr": (settings.base_lr or usual_base_lr(task.backbone.architecture.dim)) * batch_size / 256,
-        "batch_size": batch_size,
-    }
+    epochs = float(settings.epochs or EPOCHS)
+    lr = (settings.base_lr or usual_base_lr(task.backbone.architecture.dim)) * batch_size / 256
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         method = LinearMethod(task.backbone.encoder(), data.classes, settings.pool).to(device)
@@ -138,40 +135,34 @@ def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Feat
         "linear",
         method,
         Views([View(size, CROP_AREA, flip=0.5, jitter=0.0, gray=0.0, blur=0.0)], seed=seed),
-        plan | {"seed": seed, "pool": settings.pool, "image_size": size, "resize": extractor.resize},
+        {"epochs": epochs, "lr": lr, "batch_size": batch_size, "seed": seed}
+        | {"pool": settings.pool, "image_size": size, "resize": extractor.resize},
         evaluator=evaluator,
-        optimizer=torch.optim.SGD(groups, lr=plan["lr"], momentum=0.9, nesterov=True),
-        seed=seed,
-        **plan,
+        optimizer=torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
     )
     metrics = {name: value for name, value in last.items() if not name.endswith("_epoch")}
     record = {
-        "epochs": plan["epochs"],
-        "lr": plan["lr"],
-        "batch": plan["batch_size"],
+        "epochs": epochs,
+        "lr": lr,
+        "batch": batch_size,
         "optimizer": "SGD, Nesterov momentum 0.9, cosine, no weight decay",
         "augmentation": f"random resized crop {CROP_AREA[0]:g}…{CROP_AREA[1]:g}, flip",
     }
     return metrics, record, {"best_epoch": last["best_top1_epoch"]}
 
 
-def _fast(settings: Linear, classes: int, train: Features, test: Features, device: torch.device) -> Outcome:
+def _fast(train: Features, test: Features, *, epochs: int | None, **how: Any) -> Outcome:
     assert train.labels is not None and test.labels is not None
-    epochs = sweep.usual_epochs(len(train.vectors)) if settings.epochs is None else max(1, round(settings.epochs))
-    options: dict[str, Any] = {"classes": classes, "epochs": epochs, "seed": settings.seed, "device": device}
-    best = ONE_SHOT
+    epochs = epochs or sweep.usual_epochs(len(train.vectors))
+    best, details = ONE_SHOT, dict[str, Any]()
     record: dict[str, Any] = {"candidates": 1}
-    details: dict[str, Any] = {}
-    if int(train.labels.bincount().max()) > 1:  # there are images to choose on
-        candidates = sweep.grid()
-        held = torch.from_numpy(held_out(train.labels.numpy(), CHOOSE_ON))
+    if (held := _chosen_on(train.labels)) is not None:
         rows = (~held).nonzero().flatten()
-        models = sweep.fit_candidates(train.vectors, train.labels, candidates, rows=rows, **options)
+        models = sweep.fit_candidates(train.vectors, train.labels, sweep.GRID, rows=rows, epochs=epochs, **how)
         scores = sweep.score(models, train.vectors[held], train.labels[held])
         chosen = sweep.best_of(scores)
-        best, details = candidates[chosen], {"held_out_top1": scores[chosen].top1}
-        record = {"candidates": len(candidates), "chosen_on": f"{int(held.sum())} held-out training images"}
-
+        best, details = sweep.GRID[chosen], {"held_out_top1": scores[chosen].top1}
+        record = {"candidates": len(scores), "chosen_on": f"{int(held.sum())} held-out training images"}
     tested: dict[int, sweep.Score] = {}
 
     def note(epoch: int, classifiers: sweep.Classifiers) -> None:
@@ -179,35 +170,33 @@ def _fast(settings: Linear, classes: int, train: Features, test: Features, devic
         if epoch % math.ceil(epochs / TESTED_EPOCHS) == 0 or epoch == epochs:
             tested[epoch] = sweep.score(classifiers, test.vectors, test.labels)[0]
 
-    sweep.fit_candidates(train.vectors, train.labels, [best], on_epoch=note, **options)
-    metrics = {"top1": tested[epochs].top1}
-    if classes > 5:
-        metrics["top5"] = tested[epochs].top5
+    sweep.fit_candidates(train.vectors, train.labels, [best], epochs=epochs, on_epoch=note, **how)
     best_epoch = max(tested, key=lambda epoch: tested[epoch].top1)
-    metrics["best_top1"] = tested[best_epoch].top1
+    metrics = {"top1": tested[epochs].top1, "top5": tested[epochs].top5, "best_top1": tested[best_epoch].top1}
+    if how["classes"] <= 5:
+        del metrics["top5"]
     details |= {"relative_lr": best.lr, "weight_decay": best.decay, "best_epoch": float(best_epoch)}
     return metrics, {"epochs": float(epochs), **record, "augmentation": "none"}, details
 
 
-def _attentive(
-    settings: Linear, classes: int, train: Features, test: Features, device: torch.device, *, heads: int
-) -> Outcome:
+def _attentive(train: Features, test: Features, *, epochs: int | None, **how: Any) -> Outcome:
     """As `_fast`, with the learning rate chosen on held-out images."""
     assert train.labels is not None and test.labels is not None
-    epochs = attentive.usual_epochs(len(train.vectors)) if settings.epochs is None else max(1, round(settings.epochs))
-    options: dict[str, Any] = {"classes": classes, "heads": heads, "epochs": epochs, "seed": settings.seed}
-    options["device"] = device
+    how["epochs"] = epochs or attentive.usual_epochs(len(train.vectors))
     lr, details = attentive.LRS[0], {}
-    if int(train.labels.bincount().max()) > 1:
-        held = torch.from_numpy(held_out(train.labels.numpy(), CHOOSE_ON))
-        rest, truth = (~held).nonzero().flatten(), train.labels[held]
-        scores = {}
+    if (held := _chosen_on(train.labels)) is not None:
+        rest, truth, scores = (~held).nonzero().flatten(), train.labels[held], dict[float, float]()
         for each in attentive.LRS:
-            probe = attentive.fit(train.vectors, train.labels, lr=each, rows=rest, **options)
+            probe = attentive.fit(train.vectors, train.labels, lr=each, rows=rest, **how)
             scores[each] = top_accuracies(attentive.logits(probe, train.vectors[held]), truth)["top1"]
         lr = max(scores, key=lambda each: scores[each])
         details = {"held_out_top1": scores[lr]}
-    probe = attentive.fit(train.vectors, train.labels, lr=lr, **options)
+    probe = attentive.fit(train.vectors, train.labels, lr=lr, **how)
     metrics = top_accuracies(attentive.logits(probe, test.vectors), test.labels)
-    record = {"epochs": float(epochs), "candidates": len(attentive.LRS), "optimizer": "AdamW", "augmentation": "none"}
-    return metrics, record, {"lr": lr, **details}
+    record = {"epochs": float(how["epochs"]), "candidates": len(attentive.LRS), "optimizer": "AdamW"}
+    return metrics, record | {"augmentation": "none"}, {"lr": lr, **details}
+
+
+def _chosen_on(labels: Tensor) -> Tensor | None:
+    """Which training images candidates are chosen on, bool (N,); None where every class has one image."""
+    return torch.from_numpy(held_out(labels.numpy(), CHOOSE_ON)) if int(labels.bincount().max()) > 1 else None

@@ -4,8 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,30 @@ from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.data.contract import Source
-from patchmix.data.loader import Batch, Loader
+from patchmix.data.loader import Batch, Loader, one_pass
 from patchmix.data.views import to_float
 from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate.features import SMALL_IMAGES, FeatureExtractor, Features
 from patchmix.evaluate.labeled import Labeled, few_labels, open_labeled
+from patchmix.evaluate.masks import open_masks
 from patchmix.evaluate.results import RAW_PIXELS, Result, append_result, mean_over_draws
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.method import Method
+from patchmix.progress import progress_bar
 from patchmix.schedules import WarmupCosine
-from patchmix.settings import FewLabels, Finetune, Knn, Linear, Segment
+from patchmix.settings import Detect, FewLabels, Finetune, Knn, Linear, Segment
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
 from patchmix.train.log import BadSamples, RunLog
 from patchmix.train.loop import Evaluator, Plan, train
+
+Values = dict[str, Any]
+_NOT_RECORDED = {  # where things come from and go to, and what is recorded under another name or in another unit
+    *("weights", "encoder", "model", "start", "data", "train", "val", "test", "out", "device", "workers", "pictures"),
+    *("train_images", "train_annotations", "val_images", "val_annotations", "eval_only", "predict", "threshold"),
+    *("protocol", "base_lr", "shots", "fraction", "draws", "class_names"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,18 +62,14 @@ class Task:
         return FeatureExtractor(self.backbone, self.device, memory=self.memory, **options)
 
     def fit(
-        self, protocol: str, method: "SupervisedMethod", transform: Any, settings: Mapping[str, Any], **options: Any
+        self, protocol: str, method: "SupervisedMethod", transform: Any, settings: Values, **options: Any
     ) -> tuple[dict[str, float], Path | None]:
         """`fit` on the training part. With the same settings, weights and data, it continues where it was stopped."""
-        identity = {
-            "settings": dict(settings),
-            "weights": self.digest,
-            "architecture": repr(self.backbone.architecture),
-            "data": self.data.fingerprint(),
-        }
-        where: dict[str, Any] = {"out": self.out, "device": self.device, "workers": self.settings.workers}
-        options = {"prepare": self.prepare} | options
-        return fit(protocol, method, self.data.train, transform, identity=identity, **where, **options)
+        whose = {"weights": self.digest, "architecture": repr(self.backbone.architecture)}
+        identity = {"settings": settings, **whose, "data": self.data.fingerprint()}
+        usual: Values = {"prepare": self.prepare, "identity": identity}
+        usual |= {"out": self.out, "device": self.device, "workers": self.settings.workers}
+        return fit(protocol, method, self.data.train, transform, **usual | options)
 
     def prepare(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Normalized images (N, 3, H, W), and labels (N,)."""
@@ -77,16 +81,16 @@ class Task:
         protocol: str,
         metrics: dict[str, float],
         images: int,
-        settings: dict[str, Any],
-        details: dict[str, Any] | None = None,
-        intervals: dict[str, tuple[float, float]] | None = None,
+        settings: Values,
+        details: Values,
+        intervals: Values,
     ) -> Result:
-        """The result, also written to results.jsonl; every process gets it."""
+        """The result, also written to results.jsonl; every process gets it. intervals: see `Result`."""
         whose = encoder_name(self.backbone), self.digest
         if getattr(self.settings, "pool", None) == "pixels":
             whose = RAW_PIXELS, RAW_PIXELS
         origin = str(self.settings.data), self.data.fingerprint(), *whose
-        result = Result(protocol, metrics, images, *origin, settings, details or {}, intervals=intervals or {})
+        result = Result(protocol, metrics, images, *origin, settings, details, intervals)
         if self.out is not None and distributed.is_main():
             append_result(self.out, result)
         return result
@@ -97,32 +101,24 @@ class Task:
         assert isinstance(few, FewLabels)
         if not wants_few_labels(few):
             return [np.arange(len(self.data.train))]
-        how: dict[str, Any] = {"shots": few.shots, "fraction": few.fraction, "seed": few.seed}
+        how: Values = {"shots": few.shots, "fraction": few.fraction, "seed": few.seed}
         return [few_labels(self.data.train, **how, draw=draw) for draw in range(few.draws)]
 
     def result_over_draws(
-        self,
-        protocol: str,
-        found: Sequence[dict[str, float]],
-        images: int,
-        settings: dict[str, Any],
-        details: dict[str, Any] | None = None,
+        self, protocol: str, found: Sequence[dict[str, float]], images: int, settings: Values, details: Values
     ) -> Result:
         """`result` of the metrics of each draw: their means with intervals, under a name of its own."""
         few = self.settings
         assert isinstance(few, FewLabels)
         if not wants_few_labels(few):
-            return self.result(protocol, found[0], images, settings, details)
+            return self.result(protocol, found[0], images, settings, details, {})
         labels = f"{100 * few.fraction:g}%" if few.fraction is not None else f"{few.shots}-shot"
+        settings |= {"shots": few.shots, "fraction": few.fraction, "draws": few.draws, "seed": few.seed}
+        details |= {"top1_of_draws": [metrics["top1"] for metrics in found]}
         means = {name: mean_over_draws([metrics[name] for metrics in found], images) for name in found[0]}
-        return self.result(
-            f"{protocol}@{labels}",
-            {name: mean for name, (mean, _) in means.items()},
-            images,
-            settings | {"shots": few.shots, "fraction": few.fraction, "draws": few.draws, "seed": few.seed},
-            {**(details or {}), "top1_of_draws": [metrics["top1"] for metrics in found]},
-            {name: interval for name, (_, interval) in means.items()},
-        )
+        metrics = {name: mean for name, (mean, _) in means.items()}
+        intervals = {name: interval for name, (_, interval) in means.items()}
+        return self.result(f"{protocol}@{labels}", metrics, images, settings, details, intervals)
 
 
 @contextmanager
@@ -130,7 +126,6 @@ def open_task(
     settings: Knn | Linear | Finetune | Segment,
     backbone: Backbone | None,
     *,
-    open_data: Callable[..., Labeled] | None = None,
     needs_test: bool = False,
     many_passes: bool = False,
 ) -> Iterator[Task]:
@@ -144,10 +139,19 @@ def open_task(
         if backbone is None:
             backbone = load_backbone(settings.weights, encoder=settings.encoder)
             out = results_folder(settings.weights, settings.out)
-        open_data = open_data or partial(open_labeled, settings.data, many_passes=many_passes)
-        data = open_data(in_chans=backbone.architecture.in_chans)
+        in_chans = backbone.architecture.in_chans
+        if isinstance(settings, Segment):
+            how: Values = {"ignored": settings.ignore_index, "names": settings.class_names, "test": settings.test}
+            data = open_masks(settings.data, **how, in_chans=in_chans)
+        else:
+            data = open_labeled(settings.data, many_passes=many_passes, in_chans=in_chans)
         data = data.with_test() if needs_test else data
         yield Task(settings, backbone, backbone.digest(), data, device, out)
+
+
+def recorded(settings: Finetune | Segment | Detect) -> Values:
+    """The settings that decide what is learned, for results and checkpoints."""
+    return {name: value for name, value in asdict(settings).items() if name not in _NOT_RECORDED}
 
 
 def wants_few_labels(settings: FewLabels) -> bool:
@@ -180,7 +184,8 @@ class SupervisedMethod(Method):
         self.scores = BestScores(scores)
 
     def after_step(self, progress: float) -> None:
-        self.scores.count_step()
+        self.scores.steps.add_(1)
+        self.scores.done += 1
 
 
 class BestScores(nn.Module):
@@ -194,10 +199,6 @@ class BestScores(nn.Module):
         self.best_step = nn.Buffer(torch.zeros(len(names), dtype=torch.int64))
         self.done = 0  # `steps`, known without asking the device
         self.register_load_state_dict_post_hook(_count_loaded)  # type: ignore[no-untyped-call]
-
-    def count_step(self) -> None:
-        self.steps.add_(1)
-        self.done += 1
 
     def note(self, values: Mapping[str, float], steps_per_epoch: int) -> Iterator[tuple[str, float]]:
         """Yields the values, then the best so far and its epoch, of each name."""
@@ -220,43 +221,36 @@ def fit(
     source: Source,
     transform: Any,
     *,
+    identity: Values,
     prepare: Callable[[Batch], Any],
     evaluator: Evaluator,
     optimizer: torch.optim.Optimizer,
     out: Path | None,
-    identity: dict[str, Any],
     device: torch.device,
     workers: int,
-    seed: int,
-    epochs: float,
-    batch_size: int,
-    accumulate: int = 1,
-    lr: float,
-    min_lr: float = 0.0,
-    lr_per_epoch: bool = False,
     warmup: Callable[[int], float] = lambda steps: 0.0,
-    weight_decay: float = 0.0,
-    clip_grad: float = 0.0,
     evaluate_every: float = 1.0,
 ) -> tuple[dict[str, float], Path | None]:
     """Trains to the end and returns the evaluator's last values, with the best of each score and its epoch.
 
+    The hyperparameters are in `identity["settings"]`: lr, batch_size, epochs, seed, and others that have defaults.
     warmup: of the number of steps, the share of the training in which the learning rate rises.
     With `out`, checkpoints are kept in a folder below it, which is returned, too: one for each `identity`. A call with
     the same identity continues where one was stopped; two at a time are refused.
     """
-    rank, world_size, pin_memory = distributed.rank(), distributed.world_size(), device.type == "cuda"
-    order: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate, "seed": seed}
-    shared: dict[str, Any] = {"rank": rank, "world_size": world_size, "workers": workers, "pin_memory": pin_memory}
-    loader = Loader(source, transform, **order, **shared)
+    settings: Values = {"accumulate": 1, "min_lr": 0.0, "lr_per_epoch": False, "weight_decay": 0.0, "clip_grad": 0.0}
+    settings |= identity["settings"]
+    order = {name: settings[name] for name in ("batch_size", "accumulate", "seed")}
+    shared: Values = {"rank": distributed.rank(), "world_size": distributed.world_size(), "workers": workers}
+    loader, epochs = Loader(source, transform, **order, **shared, pin_memory=device.type == "cuda"), settings["epochs"]
     steps = max(1, round(epochs * loader.steps_per_epoch))
-    schedule = WarmupCosine(lr, min_lr, warmup=warmup(steps), step=1.0 / steps)
+    rate = WarmupCosine(settings["lr"], settings["min_lr"], warmup=warmup(steps), step=1.0 / steps)
     plan = Plan(
         **order,
         epochs=epochs,
-        lr=(lambda progress: schedule(int(progress * epochs + 1e-9) / epochs)) if lr_per_epoch else schedule,
-        weight_decay=lambda progress: weight_decay,
-        clip_grad=clip_grad,
+        lr=(lambda progress: rate(int(progress * epochs + 1e-9) / epochs)) if settings["lr_per_epoch"] else rate,
+        weight_decay=lambda progress: settings["weight_decay"],
+        clip_grad=settings["clip_grad"],
         autocast=autocast_dtype(device),
         monitor_every=evaluate_every,
     )
@@ -273,7 +267,7 @@ def fit(
 
 
 @contextmanager
-def _log_and_checkpoints(folder: Path | None, identity: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _log_and_checkpoints(folder: Path | None, identity: Values) -> Iterator[Values]:
     """What `train` takes to log and save in `folder`, to continue from its last checkpoint, and to be alone in it."""
     with run_lock(folder) if folder is not None and distributed.is_main() else nullcontext():
         checkpoints = None if folder is None else Checkpoints(folder / "checkpoints")
@@ -285,6 +279,37 @@ def _log_and_checkpoints(folder: Path | None, identity: dict[str, Any]) -> Itera
         with closing(log):
             saved = {"checkpoints": checkpoints, "resume_from": state, "extra_state": {"identity": identity}}
             yield {**saved, "log": log, "on_bad_sample": BadSamples(log)}
+
+
+def map_images(
+    source: Source,
+    transform: Any,
+    function: Callable[[Sequence[Tensor]], Any],
+    title: str,
+    *,
+    device: torch.device,
+    workers: int,
+) -> list[Any]:
+    """What `function` makes of each image's views, in the source's order, on every process; it is sent as JSON.
+
+    An image that can't be read is an error, not a gap: it would change what the numbers mean.
+    """
+    found, errors = list[Any](), list[str]()
+    rank, world_size = distributed.rank(), distributed.world_size()
+    share = {"batch_size": 1, "workers": workers, "rank": rank, "world_size": world_size}
+    try:
+        with progress_bar(title, -(-len(source) // world_size), rank == 0) as advance:
+            for batch in one_pass(source, transform, **share):
+                errors += batch.bad
+                if len(batch.indices):
+                    found.append(function(batch.views))
+                advance(1)
+    except ValueError as error:  # raised on all processes below: the others would wait for this one
+        errors.append(str(error))
+    parts = distributed.gather_json([found, errors], device)
+    if failed := [error for _, errors in parts for error in errors]:
+        raise ValueError(f"{min(failed)}; evaluation needs every image of {source.name}")
+    return [one for found, _ in parts for one in found]
 
 
 def usual_batch(image_size: int, images: int, *, multiple: int) -> int:

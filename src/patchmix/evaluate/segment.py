@@ -4,8 +4,6 @@ Shapes: N images of H × W px in h × w patches, D = the encoder's width × the 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,19 +18,18 @@ from patchmix import distributed
 from patchmix.data import pixels as operations
 from patchmix.data.contract import Indices
 from patchmix.data.decode import Pixels, to_picture
-from patchmix.data.loader import Batch, one_pass
+from patchmix.data.loader import Batch
 from patchmix.data.randomness import uniforms
 from patchmix.data.views import DRAWS, CenterCrop, View, as_channels, draw_parameters, render, to_float
 from patchmix.device import autocast_dtype
 from patchmix.evaluate import sweep
 from patchmix.evaluate.detection.inference import color, write_picture
-from patchmix.evaluate.masks import IGNORED, Mask, Masked, in_threads, open_masks
-from patchmix.evaluate.protocol import SupervisedMethod, Task, open_task
+from patchmix.evaluate.masks import IGNORED, Mask, Masked, in_threads
+from patchmix.evaluate.protocol import SupervisedMethod, Task, map_images, open_task, recorded
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone
 from patchmix.nn.heads import BatchNorm
 from patchmix.nn.vit import check_blocks, patch_size_of, patch_tokens
-from patchmix.progress import progress_bar
 from patchmix.settings import Segment
 from patchmix.train.optimizer import groups_with_head
 
@@ -44,18 +41,6 @@ FAST = sweep.Candidate(0.3, 1e-4)  # patches are so many that there is nothing t
 FAST_STEPS = 2000
 _LOGITS = 1 << 24  # held at a time: 64 MB
 _PANEL = 256  # px: pictures are at least this high
-_NOT_RECORDED = (
-    "weights",
-    "data",
-    "class_names",
-    "test",
-    "pictures",
-    "encoder",
-    "device",
-    "workers",
-    "out",
-    "protocol",
-)
 
 
 def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
@@ -72,8 +57,7 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
             "the fast protocol learns from stored tokens of the last block; leave out --finetune, --blocks, "
             "--image-size and --lr"
         )
-    how: dict[str, Any] = {"ignored": settings.ignore_index, "names": settings.class_names, "test": settings.test}
-    with open_task(settings, backbone, open_data=partial(open_masks, settings.data, **how)) as task:
+    with open_task(settings, backbone) as task:
         data = task.data
         if fast:
             return segment_fast_of(task)
@@ -82,9 +66,8 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
         patch, size = patch_size_of(encoder), settings.image_size or task.backbone.architecture.image_size
         if size % patch:
             raise ValueError(f"image size {size} must be a multiple of the patch size {patch}")
-        record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
-        record |= {"image_size": size, "lr": settings.lr or (5e-4 if settings.finetune else 1e-2)}
-        record["epochs"] = settings.epochs or EPOCHS
+        record = recorded(settings) | {"image_size": size, "epochs": settings.epochs or EPOCHS}
+        record["lr"] = settings.lr or (5e-4 if settings.finetune else 1e-2)
         if len(train) < settings.batch_size:
             record["batch_size"] = max(1, len(train) // distributed.world_size()) * distributed.world_size()
         with torch.random.fork_rng(devices=[]):
@@ -113,7 +96,6 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
             optimizer=torch.optim.AdamW(groups_with_head(model, encoder, settings.layer_decay), lr=0.0),
             warmup=lambda steps: WARMUP,
             evaluate_every=0.0,
-            **{name: record[name] for name in ("lr", "weight_decay", "batch_size", "epochs", "seed")},
         )
         if folder is not None and distributed.is_main():
             save_pictures(folder / "pictures", model, task, view, settings.pictures)
@@ -223,20 +205,12 @@ def predict(model: Segmenter, task: Task, views: Sequence[Tensor]) -> Tensor:
 
 def count_pixels(model: Segmenter, task: Task, view: WholeView) -> Tensor:
     """For each test image and class: pixels found, pixels of the truth, pixels predicted, (N, 3, K)."""
-    classes, errors = model.head.out_features, list[str]()
-    rows = [torch.zeros(0, 3, classes, dtype=torch.int64)]
-    rank, world_size = distributed.rank(), distributed.world_size()
-    work = {"batch_size": 1, "workers": task.settings.workers, "rank": rank, "world_size": world_size}
-    with progress_bar("segmentation", -(-len(view.source) // world_size), rank == 0) as advance:
-        for batch in one_pass(view.source, view, **work):
-            errors += batch.bad
-            if batch.views:
-                truth, predicted = batch.views[1][0].long(), predict(model, task, batch.views).cpu()
-                rows.append(count(truth, predicted, classes)[None])
-            advance(1)
-    if failed := [error for part in distributed.gather_json(errors, task.device) for error in part]:
-        raise ValueError(f"{min(failed)}; evaluation needs every image of {view.source.name}")
-    return torch.cat(distributed.gather_rows(torch.cat(rows), task.device))
+
+    def counts(views: Sequence[Tensor]) -> Any:
+        return count(views[1][0].long(), predict(model, task, views).cpu(), model.head.out_features).tolist()
+
+    how: dict[str, Any] = {"device": task.device, "workers": task.settings.workers}
+    return torch.tensor(map_images(view.source, view, counts, "segmentation", **how))
 
 
 def count(truth: Tensor, predicted: Tensor, classes: int) -> Tensor:

@@ -11,6 +11,7 @@ Shapes: N images, D features, C candidates, K classes, n images in a batch.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,6 @@ from patchmix import distributed
 from patchmix.evaluate.features import check_finite
 from patchmix.progress import progress_bar
 
-LRS = (0.03, 0.1, 0.3, 1.0)  # relative to 1 / the variance along each axis
-DECAYS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
 MOMENTUM = 0.9
 BATCH = 1024
 _LOGITS = 1 << 25  # held at a time: 128 MB
@@ -36,6 +35,9 @@ class Candidate:
 
     lr: float
     decay: float
+
+
+GRID = [Candidate(lr, decay) for lr in (0.03, 0.1, 0.3, 1.0) for decay in (0.0, 1e-5, 1e-4, 1e-3, 1e-2)]
 
 
 @dataclass
@@ -62,10 +64,6 @@ def usual_epochs(images: int) -> int:
     return max(_LEAST_EPOCHS, math.ceil(_LEAST_STEPS / max(1, images // BATCH)))
 
 
-def grid(lrs: Sequence[float] = LRS, decays: Sequence[float] = DECAYS) -> list[Candidate]:
-    return [Candidate(lr, decay) for lr in lrs for decay in decays]
-
-
 def fit_candidates(
     vectors: Tensor,
     labels: Tensor,
@@ -83,7 +81,6 @@ def fit_candidates(
     Calls `on_epoch` with 1, 2, … after each epoch.
     """
     check_finite(vectors, "the training images")
-    device = torch.device("cpu") if device is None else device
     rows = torch.arange(len(vectors)) if rows is None else rows
     count = len(rows)
     models = _standardized(vectors[rows[:: max(1, count // 32768)]].double(), len(candidates), classes, device)
@@ -120,7 +117,7 @@ def fit_candidates(
     return models
 
 
-def _standardized(some: Tensor, candidates: int, classes: int, device: torch.device) -> Classifiers:
+def _standardized(some: Tensor, candidates: int, classes: int, device: torch.device | None) -> Classifiers:
     """Classifiers of zeros, with the principal axes of the given vectors."""
     mean, deviation = some.mean(dim=0), some.std(dim=0, correction=0)
     scale = torch.where(deviation > 1e-6 * deviation.max(), 1 / deviation, 0.0)  # a constant feature says nothing
@@ -135,8 +132,7 @@ def _standardized(some: Tensor, candidates: int, classes: int, device: torch.dev
     )
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     top1: float
     top5: float
     loss: float

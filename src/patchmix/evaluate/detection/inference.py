@@ -3,6 +3,7 @@
 import colorsys
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -12,14 +13,13 @@ from pycocotools import mask as rle
 from torch import Tensor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from patchmix import distributed
 from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode
-from patchmix.data.loader import one_pass
 from patchmix.data.views import to_float
 from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate.detection.coco import CocoImages, Entry, mask_of
-from patchmix.evaluate.detection.model import Detection, Detector, DetectorFile, load_detector
+from patchmix.evaluate.detection.model import Detector, DetectorFile, load_detector
 from patchmix.evaluate.detection.views import FittedViews
+from patchmix.evaluate.protocol import map_images
 from patchmix.files import write_text, writing
 from patchmix.progress import progress_bar
 from patchmix.settings import Detect
@@ -29,62 +29,22 @@ _GAP = 8  # px between two pictures
 
 
 def detect_all(
-    detector: Detector,
-    file: DetectorFile,
-    source: CocoImages,
-    *,
-    device: torch.device,
-    batch_size: int = 1,
-    workers: int = 0,
+    detector: Detector, file: DetectorFile, source: CocoImages, *, device: torch.device, workers: int = 0
 ) -> list[Entry]:
-    """The detections in every image of `source`, in its order, on every process; `file` says how to prepare images.
-
-    An image that can't be read is an error, not a gap: it would change what the numbers mean.
-    """
-    was_training = detector.training
-    detector.eval()
-    rows: list[tuple[int, list[Entry]]] = []  # position of an image, and its detections
-    errors: list[str] = []
-    rank, world_size = distributed.rank(), distributed.world_size()
-    work = {"batch_size": batch_size, "workers": workers, "rank": rank, "world_size": world_size}
-    try:
-        with progress_bar("detection", -(-len(source) // world_size), rank == 0) as advance:
-            for batch in one_pass(source, FittedViews(size=file.shape.image_size, mean=file.mean), **work):
-                errors += batch.bad
-                detections = detect_batch(detector, file, batch.views, device)
-                rows += zip(batch.indices.tolist(), detections, strict=True)
-                advance(len(detections))
-    except ValueError as error:  # raised on all processes below: the others would wait for this one
-        errors.append(str(error))
-    finally:
-        detector.train(was_training)
-    parts = distributed.gather_json([rows, errors], device)
-    if failed := [error for _, errors in parts for error in errors]:
-        raise ValueError(f"{min(failed)}; evaluation needs every image of {source.name}")
-    gathered = [row for rows, _ in parts for row in rows]
-    assert [index for index, _ in gathered] == list(range(len(source))), "an image was lost or seen twice"
-    return [entry | {"image_id": source.entry(index)["id"]} for index, entries in gathered for entry in entries]
+    """The detections in every image of `source`, in its order, on every process; `file` says how to prepare images."""
+    view, detect = FittedViews(size=file.shape.image_size, mean=file.mean), partial(detect_one, detector, file, device)
+    found = map_images(source, view, detect, "detection", device=device, workers=workers)
+    numbers = (source.entry(index)["id"] for index in range(len(source)))
+    return [entry | {"image_id": number} for number, entries in zip(numbers, found, strict=True) for entry in entries]
 
 
 @torch.no_grad()
-def detect_batch(
-    detector: Detector, file: DetectorFile, views: Sequence[Tensor], device: torch.device
-) -> list[list[Entry]]:
-    """What `FittedViews` made → for each image its detections, best first, in the original image's pixels."""
-    pixels, sizes = views
-    if not len(pixels):
-        return []
-    visible = [(int(row[0]), int(row[1])) for row in sizes.tolist()]
-    autocast = autocast_dtype(device)
+def detect_one(detector: Detector, file: DetectorFile, device: torch.device, views: Sequence[Tensor]) -> list[Entry]:
+    """What `FittedViews` made of an image → its detections, best first, in the original image's pixels."""
+    pixels, ((seen_height, seen_width, height, width),) = views[0], views[1].tolist()
+    autocast, categories = autocast_dtype(device), list(file.categories)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        detections = detector(to_float(pixels.to(device), file.mean, file.std), visible)
-    assert isinstance(detections, list)
-    categories = list(file.categories)
-    return [_entries(one, row, categories) for one, row in zip(detections, sizes.tolist(), strict=True)]
-
-
-def _entries(detection: Detection, size: Sequence[int], categories: Sequence[int]) -> list[Entry]:
-    seen_height, seen_width, height, width = size
+        (detection,) = detector(to_float(pixels.to(device), file.mean, file.std), [(seen_height, seen_width)])
     boxes = detection["boxes"].float().cpu()
     boxes = boxes / torch.tensor([seen_width, seen_height] * 2) * torch.tensor([width, height] * 2)
     columns = boxes, detection["masks"].float().cpu(), detection["labels"].tolist(), detection["scores"].tolist()
@@ -122,7 +82,7 @@ def predict(settings: Detect) -> list[Path]:
             except (OSError, DecodeError) as error:
                 raise ValueError(f"{error}; give image files or folders") from error
             made = [torch.from_numpy(array) for array in views([pixels], epoch=0, indices=np.zeros(1, np.int64))]
-            kept = [one for one in detect_batch(detector, file, made, device)[0] if one["score"] >= settings.threshold]
+            kept = [one for one in detect_one(detector, file, device, made) if one["score"] >= settings.threshold]
             picture, number = out / f"{path.stem}.png", 1
             while picture in written:  # images of one name, from several folders
                 number += 1

@@ -1,7 +1,7 @@
 """Transfer to COCO: Mask R-CNN is trained on a pre-trained ViT, or a trained detector is evaluated."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,6 @@ from patchmix.nn.vit import create_encoder
 from patchmix.settings import Detect
 from patchmix.train.optimizer import groups_with_head
 
-_NOT_RECORDED = {  # in results and checkpoints
-    *("weights", "data", "out", "eval_only", "predict", "threshold", "pictures", "model", "start", "train", "val"),
-    *("train_images", "train_annotations", "val_images", "val_annotations", "encoder", "device", "workers"),
-}
 Detections = tuple[list[Entry], Scores]
 _LOSSES = {  # torchvision's names and ours
     "loss_objectness": "proposal_object",
@@ -92,8 +88,7 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
     train, val = _open(settings, "train"), _open(settings, "val")
     _check_classes(train, val.categories, val.name)
     file, name, weights = _new_detector(backbone, train, settings)
-    record = {key: value for key, value in asdict(settings).items() if key not in _NOT_RECORDED}
-    record |= {"scale": list(settings.scale)} | vars(file.shape)
+    record = protocol.recorded(settings) | {"scale": list(settings.scale)} | vars(file.shape)
     identity = {
         "settings": record,
         "detector": file.header(),
@@ -116,7 +111,6 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
 
     groups = groups_with_head(detector, detector.backbone.tokens.encoder, settings.layer_decay)
     views = _chosen(settings, "scale", "flip", "seed")
-    plan = _chosen(settings, "lr", "weight_decay", "clip_grad", "batch_size", "accumulate", "epochs", "evaluate_every")
     values, folder = protocol.fit(
         "detect",
         method,
@@ -128,9 +122,9 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
         out=out,
         identity=identity,
         device=device,
+        workers=settings.workers,
         warmup=lambda steps: min(settings.warmup_steps, steps // 10) / steps,
-        **plan,
-        **_chosen(settings, "workers", "seed"),
+        evaluate_every=settings.evaluate_every,
     )
     assert folder is not None
     if distributed.is_main():
