@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,9 @@ class Score:
     """A cell of the table."""
 
     data: str
-    encoder: str
+    entry: Entry
     protocol: str  # a key of TITLES
     result: Result
-    step: int | None  # of the training
-    runs: tuple[str, ...]  # whose curves it belongs to
 
     @property
     def percent(self) -> tuple[float, float, float]:
@@ -112,16 +111,12 @@ def find_entries(settings: Evaluate) -> Iterator[Entry]:
     baselines: dict[str, Entry] = {}
     for source in settings.runs:
         last = load_backbone(source, encoder=settings.encoder)
-        loaded, folder = [last], Path(source)
-        if settings.all_steps:
-            files = sorted(folder.glob("checkpoints/step-*.pt"))
-            if not files:
-                raise ValueError(
-                    f"{source} has no checkpoints for --all-steps; give a run, made with --keep-checkpoints"
-                )
-            loaded = [load_backbone(file, encoder=settings.encoder) for file in files]
-            if all(each.digest() != last.digest() for each in loaded):
-                loaded.append(last)
+        files = sorted(Path(source).glob("checkpoints/step-*.pt")) if settings.all_steps else []
+        if settings.all_steps and not files:
+            raise ValueError(f"{source} has no checkpoints for --all-steps; give a run, made with --keep-checkpoints")
+        loaded = [load_backbone(file, encoder=settings.encoder) for file in files]
+        if all(each.digest() != last.digest() for each in loaded):
+            loaded.append(last)
         for each in loaded:
             step = each.origin.get("step")
             name = f"{last.name}, step {step:,}" if settings.all_steps and step is not None else last.name
@@ -141,26 +136,23 @@ def untrained(source: str, backbone: Backbone) -> Backbone:
     config = stored_config(Path(source))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed if config else 0)
-        encoder = build_encoder(encoder_config(config)) if config else backbone.architecture.create()
-        if config is None:
-            initialize_as_mocov3(encoder)
+        if config:
+            encoder = build_encoder(encoder_config(config))
+        else:
+            initialize_as_mocov3(encoder := backbone.architecture.create())
     return replace(backbone, weights=encoder.state_dict(), origin={}, name=UNTRAINED)
 
 
 def open_set(name: str, settings: Evaluate, in_chans: int) -> DataSet:
     """Labeled images, images with masks, or both: a folder with masks may have classes below images/."""
-    root, masked, labeled = Path(name), None, None
-    if has_masks(root):
-        masked = open_masks(root, ignored=settings.ignore_index, in_chans=in_chans)
-        root /= "images"
-    if masked is None:
-        labeled = open_labeled(name, in_chans=in_chans)
-    elif root.is_dir() and open_source(root, "train", class_folders=True, cache_bytes=0).labels is not None:
-        labeled = open_labeled(root, in_chans=in_chans)
-    if labeled is not None:
-        labeled = labeled.with_test()
-        if "few-shot" in (settings.protocols or TITLES):  # finds a class with too few images before the long part
-            few_labels(labeled.train, shots=settings.shots, fraction=None, seed=settings.seed, draw=0)
+    images, masked = Path(name) / "images", None
+    if has_masks(Path(name)):
+        masked = open_masks(Path(name), ignored=settings.ignore_index, in_chans=in_chans)
+        if not images.is_dir() or open_source(images, "train", class_folders=True, cache_bytes=0).labels is None:
+            return DataSet(name, None, masked)
+    labeled = open_labeled(images if masked else name, in_chans=in_chans).with_test()
+    if "few-shot" in (settings.protocols or TITLES):  # finds a class with too few images before the long part
+        few_labels(labeled.train, shots=settings.shots, fraction=None, seed=settings.seed, draw=0)
     return DataSet(name, labeled, masked)
 
 
@@ -190,19 +182,18 @@ class Job:
 def jobs_of(settings: Evaluate, entry: Entry, data: DataSet, device: torch.device) -> Iterator[Job]:
     """All that applies: pixels have no tokens to attend to or to segment by."""
     pixels, memory = entry.digest == RAW_PIXELS, dict[Path, Features]()
-    common: dict[str, Any] = {"weights": "", "data": data.name, "workers": settings.workers}
-    fast: dict[str, Any] = common | {"protocol": "fast", "pool": "pixels" if pixels else "token"}
+    pool: Any = "pixels" if pixels else "token"
     seed: dict[str, Any] = {"seed": settings.seed}
     few: dict[str, Any] = seed | {"shots": settings.shots, "draws": settings.draws}
-    masks: dict[str, Any] = {"data": Path(data.name), "protocol": "fast", "ignore_index": settings.ignore_index}
-
-    ignored = {"ignore_index": [*settings.ignore_index]}
+    quick: dict[str, Any] = {"protocol": "fast", "workers": settings.workers}
+    fast = partial(Linear, "", data.name, **quick)
+    masks = Segment("", Path(data.name), ignore_index=settings.ignore_index, **seed, **quick)
     jobs: list[tuple[str, Any, Callable[[Task], Result], str, dict[str, Any]]] = [
-        ("knn", Knn(**common, pool=fast["pool"]), knn_of, "knn", {"temperature": TEMPERATURE}),
-        ("linear", Linear(**fast, **seed), linear_of, "linear-fast", seed),
-        ("few-shot", Linear(**fast, **few), linear_of, f"linear-fast@{settings.shots}-shot", few),
-        ("attentive", Linear(**fast | {"pool": "attentive"}, **seed), linear_of, "attentive", seed),
-        ("segment", Segment(**common | masks, **seed), segment_fast_of, "segment-fast", seed | ignored),
+        ("knn", Knn("", data.name, pool=pool, workers=settings.workers), knn_of, "knn", {"temperature": TEMPERATURE}),
+        ("linear", fast(pool=pool, **seed), linear_of, "linear-fast", seed),
+        ("few-shot", fast(pool=pool, **few), linear_of, f"linear-fast@{settings.shots}-shot", few),
+        ("attentive", fast(pool="attentive", **seed), linear_of, "attentive", seed),
+        ("segment", masks, segment_fast_of, "segment-fast", seed | {"ignore_index": [*settings.ignore_index]}),
     ]
     for protocol, own, run, name, known in jobs[:3] if pixels else jobs:
         labeled = data.masked if protocol == "segment" else data.labeled
@@ -233,8 +224,7 @@ def evaluate_one(
     for job in missing:
         console.print(f"{entry.name} on {data.name}: {title(job.protocol, settings)}", style="dim", soft_wrap=True)
         found[job.protocol] = job.run(job.task)
-    origin = entry.step, entry.runs
-    return [Score(data.name, entry.name, each, found[each], *origin) for each in TITLES if each in found]
+    return [Score(data.name, entry, each, found[each]) for each in TITLES if each in found]
 
 
 # ---------------------------------------------------------------------------------------------------- table and files
@@ -250,7 +240,7 @@ def cells(scores: Sequence[Score], settings: Evaluate) -> tuple[list[str], list[
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for score in scores:
         value, low, high = score.percent
-        row = rows.setdefault((score.data, score.encoder), {})
+        row = rows.setdefault((score.data, score.entry.name), {})
         row[score.protocol] = f"{value:.1f} ± {(high - low) / 2:.1f}"
     head = ["data", "encoder", *(title(name, settings) for name in protocols)]
     return head, [[*names, *(row.get(name, "–") for name in protocols)] for names, row in rows.items()]
@@ -277,10 +267,9 @@ def write_files(scores: Sequence[Score], settings: Evaluate) -> list[Path]:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["data", "encoder", "step", "protocol", "percent", "low", "high", "images", "weights"])
     for score in scores:
-        result, numbers = score.result, [f"{value:.3f}" for value in score.percent]
-        writer.writerow(
-            [score.data, score.encoder, score.step, result.protocol, *numbers, result.images, result.weights]
-        )
+        entry, result, numbers = score.entry, score.result, [f"{value:.3f}" for value in score.percent]
+        row = score.data, entry.name, entry.step, result.protocol, *numbers, result.images, result.weights
+        writer.writerow(row)
     write_text(paths[1], out.getvalue())
     if not settings.all_steps:
         return paths[:2]
@@ -298,12 +287,13 @@ def curves(scores: Sequence[Score], settings: Evaluate) -> Figure:
     figure, axes = panel_grid(len(panels))
     for axis, ((data, protocol), some) in zip(axes, panels.items(), strict=True):
         for i, run in enumerate(dict.fromkeys(settings.runs)):
-            points = sorted((s.step, *s.percent) for s in some if run in s.runs and s.step is not None)
+            own = [s for s in some if run in s.entry.runs and s.entry.step is not None]
+            points = sorted((s.entry.step, *s.percent) for s in own)
             steps, values, lows, highs = zip(*points, strict=True)
             axis.plot(steps, values, "o-", color=look(i)[0], markersize=3, label=run)
             axis.fill_between(steps, lows, highs, color=look(i)[0], alpha=0.15, linewidth=0)
         for score in some:
-            if score.encoder == RAW_PIXELS:
+            if score.entry.name == RAW_PIXELS:
                 axis.axhline(score.percent[0], color="gray", linestyle="--", linewidth=1, label=RAW_PIXELS)
         axis.set(title=f"{data}: {title(protocol, settings)} (%)", xlabel="step")
         axis.legend(fontsize=7)

@@ -54,7 +54,7 @@ def run(runs: list[Path], data: list[Any], out: Path, **options: Any) -> dict[tu
     usual = {"ignore_index": (255,), "shots": 2, "draws": 2, "device": "cpu"}
     given = {"runs": tuple(map(str, runs)), "data": tuple(map(str, data)), "out": out}
     scores = evaluate(validate(Evaluate, given | usual | options), Console(quiet=True))
-    return {(score.data, score.encoder, score.protocol): score for score in scores}
+    return {(score.data, score.entry.name, score.protocol): score for score in scores}
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_all_steps_make_a_curve(own_run: Path, class_folder: Path, tmp_path: Pat
     other = Path(shutil.copytree(own_run, tmp_path / "again" / "tiny", symlinks=True))
     options: dict[str, Any] = {"all_steps": True, "protocols": ("knn",)}
     scores = run([own_run, other], [class_folder], tmp_path / "out", **options)
-    assert [(name, score.step, len(score.runs)) for (_, name, _), score in scores.items()] == [
+    assert [(name, score.entry.step, len(score.entry.runs)) for (_, name, _), score in scores.items()] == [
         *(("tiny, step 2 (1)", 2, 1), ("tiny, step 4 (2)", 4, 1)),
         *(("tiny, step 2 (3)", 2, 1), ("tiny, step 4 (4)", 4, 1)),
         *(("untrained", 0, 2), ("raw pixels", None, 0)),

@@ -31,17 +31,9 @@ from patchmix.data.decode import Pixels, to_picture
 from patchmix.data.loader import Batch
 from patchmix.data.randomness import hash_words
 from patchmix.data.views import Transform, View, Views, as_channels
+from patchmix.evaluate import protocol
 from patchmix.evaluate.features import extract, usual_resize
 from patchmix.evaluate.labeled import Part
-from patchmix.evaluate.protocol import (
-    SupervisedMethod,
-    Task,
-    open_task,
-    recorded,
-    top_accuracies,
-    usual_batch,
-    wants_few_labels,
-)
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone, save_weights
 from patchmix.interop.exporting import timm_arguments
@@ -63,20 +55,22 @@ def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
     "best_ema_top1": the best epoch's as chosen on the test images, which is optimistic. Without a test split, a fifth
     of the images is held out to test on. `backbone` takes the place of `settings.weights`.
     """
-    with open_task(settings, backbone, needs_test=True, many_passes=True) as task:
+    with protocol.open_task(settings, backbone, needs_test=True, many_passes=True) as task:
         tasks = [task]
-        if wants_few_labels(settings):
+        if protocol.wants_few_labels(settings):
             parts = [Part(task.data.train, positions) for positions in task.draws()]
             tasks = [replace(task, data=replace(task.data, train=part)) for part in parts]
         found, images, record, details = zip(*(_train_and_test(settings, each) for each in tasks), strict=True)
         return task.result_over_draws("finetune", found, images[0], record[0], details[0] if len(tasks) == 1 else {})
 
 
-def _train_and_test(settings: Finetune, task: Task) -> tuple[dict[str, float], int, dict[str, Any], dict[str, Any]]:
+def _train_and_test(
+    settings: Finetune, task: protocol.Task
+) -> tuple[dict[str, float], int, dict[str, Any], dict[str, Any]]:
     """Metrics, test images, settings and details."""
     shape, data = task.backbone.architecture, task.data
     batch_size = _batch_size(settings, shape.image_size, len(data.train))
-    record = recorded(settings) | {
+    record = protocol.recorded(settings) | {
         "batch_size": batch_size,
         "lr": (settings.base_lr or usual_base_lr(task.backbone)) * batch_size / 256,
         "warmup_epochs": min(settings.warmup_epochs, 0.1 * settings.epochs),
@@ -115,7 +109,7 @@ def _batch_size(settings: Finetune, image_size: int, images: int) -> int:
     """Mixup pairs images, so every process needs an even number."""
     multiple, batch_size = 2 * distributed.world_size(), settings.batch_size
     if batch_size is None:
-        return usual_batch(image_size, images, multiple=multiple)
+        return protocol.usual_batch(image_size, images, multiple=multiple)
     if batch_size % multiple:
         raise ValueError(
             f"batch size {batch_size} must be a multiple of {multiple} (Mixup takes pairs in each of {multiple // 2} "
@@ -138,7 +132,7 @@ def classifier(backbone: Backbone, classes: int, *, drop_path: float = 0.0) -> V
     return model
 
 
-class FinetuneMethod(SupervisedMethod):
+class FinetuneMethod(protocol.SupervisedMethod):
     """A classifier that learns from mixed images, and its moving average."""
 
     encoder: VisionTransformer
@@ -167,7 +161,7 @@ class FinetuneMethod(SupervisedMethod):
         self.ema.update(self.encoder, step=self.scores.done)
 
 
-def _train(method: FinetuneMethod, task: Task, record: dict[str, Any]) -> tuple[dict[str, float], Path | None]:
+def _train(method: FinetuneMethod, task: protocol.Task, record: dict[str, Any]) -> tuple[dict[str, float], Path | None]:
     mean, std, shape = task.backbone.mean, task.backbone.std, task.backbone.architecture
     size, seed, test = shape.image_size, record["seed"], task.data.test
     erase = Erasing(record["erasing"], seed=seed)
@@ -186,7 +180,7 @@ def _train(method: FinetuneMethod, task: Task, record: dict[str, Any]) -> tuple[
         for prefix, network in (("", encoder), ("ema_", method.ema.module)):
             logits = extract(network, test, **how)  # the output of a classifier is its logits
             assert logits.labels is not None
-            yield from top_accuracies(logits.vectors, logits.labels, prefix).items()
+            yield from protocol.top_accuracies(logits.vectors, logits.labels, prefix).items()
         method.tested = len(logits.vectors)
 
     return task.fit(

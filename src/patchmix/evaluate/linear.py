@@ -14,17 +14,9 @@ from torch import Tensor, nn
 
 from patchmix import distributed
 from patchmix.data.views import View, Views
-from patchmix.evaluate import attentive, sweep
+from patchmix.evaluate import attentive, protocol, sweep
 from patchmix.evaluate.features import FeatureExtractor, Features
 from patchmix.evaluate.labeled import held_out
-from patchmix.evaluate.protocol import (
-    SupervisedMethod,
-    Task,
-    open_task,
-    top_accuracies,
-    usual_batch,
-    wants_few_labels,
-)
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone, Pool, pooled
 from patchmix.settings import Linear
@@ -53,15 +45,15 @@ def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
     if not (fast := settings.protocol == "fast"):
         if settings.pool in ("attentive", "pixels"):
             raise ValueError(f"--pool {settings.pool} learns from stored features; add --protocol fast")
-        if wants_few_labels(settings):
+        if protocol.wants_few_labels(settings):
             raise ValueError("--shots and --fraction need the fast protocol; add --protocol fast")
     elif settings.base_lr is not None or settings.batch_size is not None:
         raise ValueError("the fast protocol tries learning rates by itself; leave out --base-lr and --batch-size")
-    with open_task(settings, backbone, needs_test=True, many_passes=not fast) as task:
+    with protocol.open_task(settings, backbone, needs_test=True, many_passes=not fast) as task:
         return linear_of(task)
 
 
-def linear_of(task: Task) -> Result:
+def linear_of(task: protocol.Task) -> Result:
     """`linear` of an open task, which has test images."""
     settings, data, extractor = task.settings, task.data, task.extractor()
     assert isinstance(settings, Linear) and data.test is not None
@@ -90,7 +82,7 @@ def usual_base_lr(dim: int) -> float:
     return 0.05 if dim <= 192 else 0.02 if dim <= 384 else 0.01
 
 
-class LinearMethod(SupervisedMethod):
+class LinearMethod(protocol.SupervisedMethod):
     """A linear layer that learns, behind an encoder that does not."""
 
     encoder: VisionTransformer
@@ -113,10 +105,10 @@ class LinearMethod(SupervisedMethod):
         return {"loss": F.cross_entropy(logits, labels), "train_top1": hits}
 
 
-def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Features) -> Outcome:
+def _paper(settings: Linear, task: protocol.Task, extractor: FeatureExtractor, test: Features) -> Outcome:
     assert settings.pool in ("token", "mean")
     data, device, size, seed = task.data, task.device, extractor.image_size, settings.seed
-    batch_size = settings.batch_size or usual_batch(size, len(data.train), multiple=distributed.world_size())
+    batch_size = settings.batch_size or protocol.usual_batch(size, len(data.train), multiple=distributed.world_size())
     epochs = float(settings.epochs or EPOCHS)
     lr = (settings.base_lr or usual_base_lr(task.backbone.architecture.dim)) * batch_size / 256
     with torch.random.fork_rng(devices=[]):
@@ -129,7 +121,7 @@ def _paper(settings: Linear, task: Task, extractor: FeatureExtractor, test: Feat
     def evaluator(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         """The encoder is frozen: the test features are always those of the beginning."""
         blocks = [method.head(block.to(device)).float().cpu() for block in test.vectors.split(4096)]  # type: ignore[no-untyped-call]
-        yield from top_accuracies(torch.cat(blocks), labels).items()
+        yield from protocol.top_accuracies(torch.cat(blocks), labels).items()
 
     last, _ = task.fit(
         "linear",
@@ -188,11 +180,11 @@ def _attentive(train: Features, test: Features, *, epochs: int | None, **how: An
         rest, truth, scores = (~held).nonzero().flatten(), train.labels[held], dict[float, float]()
         for each in attentive.LRS:
             probe = attentive.fit(train.vectors, train.labels, lr=each, rows=rest, **how)
-            scores[each] = top_accuracies(attentive.logits(probe, train.vectors[held]), truth)["top1"]
+            scores[each] = protocol.top_accuracies(attentive.logits(probe, train.vectors[held]), truth)["top1"]
         lr = max(scores, key=lambda each: scores[each])
         details = {"held_out_top1": scores[lr]}
     probe = attentive.fit(train.vectors, train.labels, lr=lr, **how)
-    metrics = top_accuracies(attentive.logits(probe, test.vectors), test.labels)
+    metrics = protocol.top_accuracies(attentive.logits(probe, test.vectors), test.labels)
     record = {"epochs": float(how["epochs"]), "candidates": len(attentive.LRS), "optimizer": "AdamW"}
     return metrics, record | {"augmentation": "none"}, {"lr": lr, **details}
 

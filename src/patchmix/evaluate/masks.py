@@ -66,9 +66,7 @@ class Masked(Part):
 
 def has_masks(data: Path) -> bool:
     """Whether `open_masks` finds something to open."""
-    coco = (data / f"annotations/{kind}_train2017.json" for kind in _COCO)
-    folders = ([data / part.format(split) for part in layout] for layout in _LAYOUTS for split in _TRAIN)
-    return any(file.is_file() for file in coco) or any(all(f.is_dir() for f in pair) for pair in folders)
+    return _coco_kind(data) is not None or any(_folders(data, layout, _TRAIN) for layout in _LAYOUTS)
 
 
 def open_masks(
@@ -78,18 +76,18 @@ def open_masks(
 
     ignored: indices that are neither learned nor counted. names: a file of class names. test: name of the test split.
     """
-    coco = [kind for kind in _COCO if (data / f"annotations/{kind}_train2017.json").is_file()]
-    train, held = (
-        _open_coco(data, coco[0], test or "val2017") if coco else _open_folders(data, test, pixel_channels(in_chans))
-    )
-    if coco and in_chans not in (1, 3):
+    if (coco := _coco_kind(data)) is None:
+        train, held = _open_folders(data, test, pixel_channels(in_chans))
+    elif in_chans not in (1, 3):
         raise ValueError(f"{data} is COCO's, whose images are RGB; the encoder takes {in_chans} channels")
+    elif names:
+        raise ValueError(f"{data} is COCO's, whose annotations have class names; leave out --class-names")
+    else:
+        train, held = _open_coco(data, coco, test or "val2017")
     tested_on = "test split" if held else "a fifth held out"
     if held is None:
         chosen = held_out(np.zeros(len(train), np.int64), HELD_OUT)
         train, held = [train.changed(positions=train.positions[part]) for part in (~chosen, chosen)]
-    if coco and names:
-        raise ValueError(f"{data} is COCO's, whose annotations have class names; leave out --class-names")
     known = read_names(names) if names else dict(enumerate(train.classes))
     if not coco:
         found = _occurring(train, known, ignored)
@@ -117,20 +115,24 @@ def read_names(path: Path) -> dict[int, str]:
 # ------------------------------------------------------------------------------------------------------------- folders
 
 
+def _folders(data: Path, layout: Sequence[str], splits: Sequence[str]) -> dict[str, list[Path]]:
+    """Those of the splits whose two folders, of images and of masks, exist."""
+    pairs = {split: [data / part.format(split) for part in layout] for split in splits}
+    return {split: pair for split, pair in pairs.items() if all(folder.is_dir() for folder in pair)}
+
+
 def _open_folders(data: Path, test: str | None, channels: int) -> tuple[Masked, Masked | None]:
     for layout in _LAYOUTS:
-        splits = {split: [data / part.format(split) for part in layout] for split in (*_TRAIN, test, *_TEST) if split}
-        found = [split for split, folders in splits.items() if all(folder.is_dir() for folder in folders)]
-        if not found or found[0] not in _TRAIN:
+        if not (found := [*_folders(data, layout, _TRAIN).values()]):
             continue
-        train = _paired(*splits[found[0]], channels=channels)
+        train = _paired(*found[0], channels=channels)
         if "{}" not in layout[0]:
             lists = [data / file for file in _LISTS]
             return (_listed(train, lists[0]), _listed(train, lists[1])) if lists[1].is_file() else (train, None)
-        held = [split for split in found if split not in _TRAIN]
+        held = _folders(data, layout, (test, *_TEST) if test else _TEST)
         if test and test not in held:
             raise ValueError(f"{data} has no split {test!r} with images and masks; it has {', '.join(held) or 'none'}")
-        return train, _paired(*splits[held[0]], channels=channels) if held else None
+        return train, _paired(*next(iter(held.values())), channels=channels) if held else None
     raise ValueError(
         f"{data} has no images with masks; expected images/train and masks/train, images/training and "
         "annotations/training (ADE20K), train and trainannot (CamVid), images and annotations/trimaps (Pets), or COCO"
@@ -203,6 +205,10 @@ def in_threads(function: Callable[[int], T], indices: Indices, title: str) -> It
 
 
 # ---------------------------------------------------------------------------------------------------------------- COCO
+
+
+def _coco_kind(data: Path) -> str | None:
+    return next((kind for kind in _COCO if (data / f"annotations/{kind}_train2017.json").is_file()), None)
 
 
 def _open_coco(data: Path, kind: str, test: str) -> list[Masked]:

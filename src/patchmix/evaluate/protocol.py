@@ -34,6 +34,8 @@ from patchmix.train.log import BadSamples, RunLog
 from patchmix.train.loop import Evaluator, Plan, train
 
 Values = dict[str, Any]
+Metrics = dict[str, float]
+TaskSettings = Knn | Linear | Finetune | Segment
 _NOT_RECORDED = {  # where things come from and go to, and what is recorded under another name or in another unit
     *("weights", "encoder", "model", "start", "data", "train", "val", "test", "out", "device", "workers", "pictures"),
     *("train_images", "train_annotations", "val_images", "val_annotations", "eval_only", "predict", "threshold"),
@@ -45,7 +47,7 @@ _NOT_RECORDED = {  # where things come from and go to, and what is recorded unde
 class Task:
     """An encoder and labeled data to evaluate it on. Results go to the folder `out`, if any."""
 
-    settings: Knn | Linear | Finetune | Segment
+    settings: TaskSettings
     backbone: Backbone
     digest: str  # of the weights
     data: Labeled
@@ -72,18 +74,14 @@ class Task:
         return fit(protocol, method, self.data.train, transform, **usual | options)
 
     def prepare(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Normalized images (N, 3, H, W), and labels (N,)."""
-        assert batch.labels is not None
-        return to_float(batch.views[0], self.backbone.mean, self.backbone.std), batch.labels
+        """Normalized images (N, 3, H, W), and labels (N,), or the masks (N, H, W) that a transform adds."""
+        images, *masks = batch.views
+        labels = masks[0].long() if masks else batch.labels
+        assert labels is not None
+        return to_float(images, self.backbone.mean, self.backbone.std), labels
 
     def result(
-        self,
-        protocol: str,
-        metrics: dict[str, float],
-        images: int,
-        settings: Values,
-        details: Values,
-        intervals: Values,
+        self, protocol: str, metrics: Metrics, images: int, settings: Values, details: Values, intervals: Values
     ) -> Result:
         """The result, also written to results.jsonl; every process gets it. intervals: see `Result`."""
         whose = encoder_name(self.backbone), self.digest
@@ -105,7 +103,7 @@ class Task:
         return [few_labels(self.data.train, **how, draw=draw) for draw in range(few.draws)]
 
     def result_over_draws(
-        self, protocol: str, found: Sequence[dict[str, float]], images: int, settings: Values, details: Values
+        self, protocol: str, found: Sequence[Metrics], images: int, settings: Values, details: Values
     ) -> Result:
         """`result` of the metrics of each draw: their means with intervals, under a name of its own."""
         few = self.settings
@@ -123,11 +121,7 @@ class Task:
 
 @contextmanager
 def open_task(
-    settings: Knn | Linear | Finetune | Segment,
-    backbone: Backbone | None,
-    *,
-    needs_test: bool = False,
-    many_passes: bool = False,
+    settings: TaskSettings, backbone: Backbone | None, *, needs_test: bool = False, many_passes: bool = False
 ) -> Iterator[Task]:
     """Loads the encoder, unless it is given, and opens the data, in the process group if there is one.
 
@@ -260,25 +254,19 @@ def fit(
             yield from method.scores.note(values, loader.steps_per_epoch)
 
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    folder = None if out is None else out / f"{protocol}-{digest[:10]}"
-    with _log_and_checkpoints(folder, identity) as parts:
-        parts |= {"optimizer": optimizer, "device": device, "prepare": prepare, "evaluators": [evaluate]}
-        return train(method, loader, plan, **parts), folder
-
-
-@contextmanager
-def _log_and_checkpoints(folder: Path | None, identity: Values) -> Iterator[Values]:
-    """What `train` takes to log and save in `folder`, to continue from its last checkpoint, and to be alone in it."""
-    with run_lock(folder) if folder is not None and distributed.is_main() else nullcontext():
-        checkpoints = None if folder is None else Checkpoints(folder / "checkpoints")
-        state = load_checkpoint(checkpoints.last) if checkpoints is not None and checkpoints.last is not None else None
+    folder = out and out / f"{protocol}-{digest[:10]}"
+    own = folder if distributed.is_main() else None  # the main process writes
+    with run_lock(own) if own else nullcontext():
+        checkpoints = folder and Checkpoints(folder / "checkpoints")
+        state = load_checkpoint(checkpoints.last) if checkpoints and checkpoints.last else None
         distributed.barrier()  # nobody writes before everybody has read
-        if folder is not None and distributed.is_main():
-            write_text(folder / "settings.json", json.dumps(identity, indent=2) + "\n")
-        log = RunLog(folder if distributed.is_main() else None, step=int(state["step"]) if state else 0)
-        with closing(log):
-            saved = {"checkpoints": checkpoints, "resume_from": state, "extra_state": {"identity": identity}}
-            yield {**saved, "log": log, "on_bad_sample": BadSamples(log)}
+        if own:
+            write_text(own / "settings.json", json.dumps(identity, indent=2) + "\n")
+        with closing(RunLog(own, step=int(state["step"]) if state else 0)) as log:
+            saved: Values = {"checkpoints": checkpoints, "resume_from": state, "extra_state": {"identity": identity}}
+            saved |= {"log": log, "on_bad_sample": BadSamples(log)}
+            how: Values = {"optimizer": optimizer, "device": device, "prepare": prepare, "evaluators": [evaluate]}
+            return train(method, loader, plan, **how, **saved), folder
 
 
 def map_images(

@@ -91,14 +91,12 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def t_quantile(freedom: int, share: float = 0.95) -> float:
-    """t with P(|T| < t) = `share` for Student's distribution."""
-    low, high = 0.0, 1.0
-    while t_share(high, freedom) < share:
-        low, high = high, 2 * high
+def t_quantile(freedom: int) -> float:
+    """t with P(|T| < t) = 0.95 for Student's distribution; the largest, for ν = 1, is 12.7."""
+    low, high = 0.0, 13.0
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if t_share(middle, freedom) < share else (low, middle)
+        low, high = (middle, high) if t_share(middle, freedom) < 0.95 else (low, middle)
     return high
 
 
@@ -159,8 +157,7 @@ def read_results(folder: Path) -> list[Result]:
     results = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError, TypeError, AttributeError):
-            entry = json.loads(line)
-            results.append(Result(**{key: value for key, value in entry.items() if key in known}))
+            results.append(Result(**{key: value for key, value in json.loads(line).items() if key in known}))
     return results
 
 

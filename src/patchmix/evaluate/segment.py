@@ -18,7 +18,6 @@ from patchmix import distributed
 from patchmix.data import pixels as operations
 from patchmix.data.contract import Indices
 from patchmix.data.decode import Pixels, to_picture
-from patchmix.data.loader import Batch
 from patchmix.data.randomness import uniforms
 from patchmix.data.views import DRAWS, CenterCrop, View, as_channels, draw_parameters, render, to_float
 from patchmix.device import autocast_dtype
@@ -82,16 +81,12 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
                 counts[:] = [count_pixels(method.encoder, task, view)]
                 yield from ((name, float(value)) for name, value in scores(counts[0].sum(dim=0)).items())
 
-        def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
-            return to_float(batch.views[0], task.backbone.mean, task.backbone.std), batch.views[1].long()
-
         protocol = "segment-finetune" if settings.finetune else "segment"
-        last, folder = task.fit(
+        _, folder = task.fit(
             protocol,
             method,
             MaskedViews(train, View(size, CROP_AREA, jitter=0.0, gray=0.0, blur=0.0), settings.seed),
             record,
-            prepare=prepare,
             evaluator=evaluator,
             optimizer=torch.optim.AdamW(groups_with_head(model, encoder, settings.layer_decay), lr=0.0),
             warmup=lambda steps: WARMUP,
@@ -99,10 +94,8 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
         )
         if folder is not None and distributed.is_main():
             save_pictures(folder / "pictures", model, task, view, settings.pictures)
-        metrics = {name: last[name] for name in ("miou", "pixel_accuracy")}
-        details = {"classes": class_rows(counts[0].sum(dim=0), test.classes)}
         record |= {"optimizer": "AdamW", "crop_area": list(CROP_AREA), "test": data.tested_on}
-        return task.result(protocol, metrics, len(test), record, details, bootstrap(counts[0]))
+        return result_of(task, protocol, counts[0], record)
 
 
 class Segmenter(nn.Module):
@@ -223,10 +216,8 @@ def count(truth: Tensor, predicted: Tensor, classes: int) -> Tensor:
 def scores(counts: Tensor) -> dict[str, Tensor]:
     """(…, 3, K) of `count_pixels` → mIoU over the classes that occur or are predicted, and pixel accuracy: (…)."""
     found, truth, predicted = counts.double().unbind(dim=-2)
-    return {
-        "miou": (found / (truth + predicted - found)).nanmean(dim=-1),
-        "pixel_accuracy": found.sum(dim=-1) / truth.sum(dim=-1),
-    }
+    miou = (found / (truth + predicted - found)).nanmean(dim=-1)
+    return {"miou": miou, "pixel_accuracy": found.sum(dim=-1) / truth.sum(dim=-1)}
 
 
 def bootstrap(counts: Tensor) -> dict[str, tuple[float, float]]:
@@ -239,14 +230,17 @@ def bootstrap(counts: Tensor) -> dict[str, tuple[float, float]]:
     return {name: tuple(value.nanquantile(limits).tolist()) for name, value in values.items()}
 
 
-def class_rows(counts: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Name, pixels and IoU of each class that occurs. counts: (3, K)."""
-    found, truth, predicted = counts.tolist()
-    return [
-        {"name": name, "pixels": truth[i], "iou": found[i] / (truth[i] + predicted[i] - found[i])}
-        for i, name in enumerate(names)
-        if truth[i]
+def result_of(task: Task, protocol: str, counts: Tensor, record: dict[str, Any]) -> Result:
+    """Scores with intervals, and name, pixels and IoU of each class that occurs. counts: (N, 3, K)."""
+    assert task.data.test is not None and task.data.test.classes is not None
+    metrics = {name: float(value) for name, value in scores(counts.sum(dim=0)).items()}
+    columns = zip(task.data.test.classes, *counts.sum(dim=0).tolist(), strict=True)
+    classes = [
+        {"name": name, "pixels": truth, "iou": found / (truth + predicted - found)}
+        for name, found, truth, predicted in columns
+        if truth
     ]
+    return task.result(protocol, metrics, len(counts), record, {"classes": classes}, bootstrap(counts))
 
 
 # ------------------------------------------------------------------------------------------------------- fast protocol
@@ -288,12 +282,9 @@ def segment_fast_of(task: Task) -> Result:
         enlarged = F.interpolate(logits.permute(0, 3, 1, 2), (size, size), mode="bilinear")
         answers = zip(enlarged.argmax(dim=1).cpu(), truths, strict=False)
         counts += [count(torch.from_numpy(truth).long(), predicted, classes) for predicted, truth in answers]
-    every = torch.stack(counts)  # (N, 3, K)
     record = {**extractor.record(), "epochs": float(epochs), "seed": settings.seed, "augmentation": "none"}
     record |= {"ignore_index": list(settings.ignore_index), "test": data.tested_on}
-    metrics = {name: float(value) for name, value in scores(every.sum(dim=0)).items()}
-    details = {"classes": class_rows(every.sum(dim=0), test.classes)}
-    return task.result("segment-fast", metrics, len(every), record, details, bootstrap(every))
+    return result_of(task, "segment-fast", torch.stack(counts), record)
 
 
 def center_mask(mask: Mask, crop: CenterCrop) -> Mask:

@@ -8,7 +8,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -124,12 +123,8 @@ class CocoImages:
         kept = [i for i in range(len(self)) if self.objects(i)]
         if not kept:
             raise ValueError(f"{self._file} has no object in any image; there is nothing to learn from")
-        return self.only(kept)
-
-    def only(self, positions: Sequence[int]) -> "CocoImages":
-        """Some of the images, by position."""
         other = copy.copy(self)
-        other.chosen = self.chosen[np.asarray(positions, np.int64)]
+        other.chosen = self.chosen[kept]
         return other
 
 
@@ -159,17 +154,12 @@ def mask_of(annotation: dict[str, Any], height: int, width: int) -> Mask:
 # ---------------------------------------------------------------------------------------------------- average precision
 
 
-@dataclass(frozen=True)
-class Scores:
-    """`metrics`: box_ap, mask_ap50, … in 0…1; sizes without an object are left out. `classes`: a row for each class
-    with its id, name, number of objects, box_ap and mask_ap (None without objects)."""
+def score(source: CocoImages, entries: Sequence[Entry]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """pycocotools' scores of detections in the images of `source`; all entries count for boxes and for masks.
 
-    metrics: dict[str, float]
-    classes: list[dict[str, Any]]
-
-
-def score(source: CocoImages, entries: Sequence[Entry]) -> Scores:
-    """pycocotools' scores of detections in the images of `source`; all entries count for boxes and for masks."""
+    Metrics: box_ap, mask_ap50, … in 0…1; sizes without an object are left out. And a row for each class with its id,
+    name, number of objects, box_ap and mask_ap (None without objects).
+    """
     metrics: dict[str, float] = {}
     objects = Counter(a["category_id"] for a in source.truth().dataset["annotations"] if not a["iscrowd"])
     classes: list[dict[str, Any]] = [{"id": i, "name": n, "objects": objects[i]} for i, n in source.categories.items()]
@@ -188,7 +178,7 @@ def score(source: CocoImages, entries: Sequence[Entry]) -> Scores:
         precision = evaluation.eval["precision"][:, :, :, 0, -1]  # IoU thresholds × recalls × classes
         for row, values in zip(classes, np.moveaxis(precision, 2, 0), strict=True):
             row[f"{name}_ap"] = float(np.mean(values[values > -1])) if (values > -1).any() else None
-    return Scores(metrics, classes)
+    return metrics, classes
 
 
 def part_of(entries: Sequence[Entry], kind: str) -> list[Entry]:

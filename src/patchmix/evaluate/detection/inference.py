@@ -9,6 +9,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import torch
+from PIL import Image
 from pycocotools import mask as rle
 from torch import Tensor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
@@ -25,7 +26,6 @@ from patchmix.progress import progress_bar
 from patchmix.settings import Detect
 
 _GOLDEN = 0.618033988749895  # steps of the golden ratio keep neighboring hues apart
-_GAP = 8  # px between two pictures
 
 
 def detect_all(
@@ -129,30 +129,21 @@ def draw(image: Pixels, entries: Sequence[Entry], names: Mapping[int, str]) -> P
     return canvas
 
 
-def beside_truth(image: Pixels, truth: Sequence[Entry], found: Sequence[Entry], names: Mapping[int, str]) -> Pixels:
-    """The truth on the left, the detections on the right: (H, 2 W + gap, 3)."""
-    gap = np.full((image.shape[0], _GAP, 3), 255, np.uint8)
-    return np.concatenate([draw(image, truth, names), gap, draw(image, found, names)], axis=1)
-
-
 def save_pictures(folder: Path, source: CocoImages, entries: Sequence[Entry], *, count: int) -> None:
-    """The first `count` images of `source`, detections with scores from 0.5 next to the truth, as PNG files."""
+    """The first `count` images of `source` as PNG files: the truth, next to it detections with scores from 0.5."""
     for index in range(min(count, len(source))):
-        entry = source.entry(index)
+        entry, image = source.entry(index), source.load(index)
         found = [one for one in entries if one["image_id"] == entry["id"] and one["score"] >= 0.5]
-        picture = beside_truth(source.load(index), source.annotations(index), found, source.categories)
+        truth, detected = (draw(image, each, source.categories) for each in (source.annotations(index), found))
+        gap = np.full((len(image), 8, 3), 255, np.uint8)
+        picture = np.concatenate([truth, gap, detected], axis=1)
         write_picture(folder / f"{Path(entry['file_name']).stem}.png", picture)
 
 
 def write_picture(path: Path, pixels: Pixels) -> None:
     """uint8 RGB → a PNG file."""
-    ok, data = cv2.imencode(".png", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))
-    assert ok
-    try:
-        with writing(path) as file:
-            file.write(data.tobytes())
-    except OSError as error:
-        raise ValueError(f"can't write {path} ({error.strerror}); choose another folder") from error
+    with writing(path) as file:
+        Image.fromarray(pixels).save(file, "PNG")
 
 
 def color(category: int) -> tuple[int, int, int]:

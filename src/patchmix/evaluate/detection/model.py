@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from timm.layers import LayerNorm2d, resample_patch_embed  # type: ignore[attr-defined]
+from timm.layers import LayerNorm2d  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
@@ -21,13 +21,12 @@ from torchvision.ops import roi_align
 
 from patchmix.data.views import as_channels
 from patchmix.evaluate.detection.views import Target
-from patchmix.interop.backbone import Architecture, check_weights, digest, save_weights
+from patchmix.interop.backbone import Architecture, check_weights, digest, fitted, save_weights
 from patchmix.interop.importing import read_entries
 from patchmix.nn.pyramid import STRIDES, Pyramid
 
 FILE = "detector.safetensors"
 _METADATA = "patchmix-detector"
-_CLASS_LAYERS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
 
 Detection = dict[str, Tensor]  # boxes (n, 4), labels (n,), scores (n,), masks (n, 1, 28, 28) inside the boxes
 
@@ -140,20 +139,12 @@ def build_detector(
             raise ValueError(f"patch_size {patch} needs an encoder with --stem patch; leave patch_size out")
         grid = architecture.image_size // architecture.patch_size
         architecture = dataclasses.replace(architecture, patch_size=patch, image_size=grid * patch)
-        if encoder_weights is not None:
-            name = "patch_embed.proj.weight"
-            encoder_weights = encoder_weights | {name: resample_patch_embed(encoder_weights[name], [patch, patch])}
     encoder = architecture.create(drop_path=drop_path, any_image_size=True)
     if encoder_weights is not None:
-        encoder.load_state_dict(encoder_weights)
+        encoder.load_state_dict(fitted(encoder_weights, encoder))
     options = {"channels": shape.channels, "window": shape.window, "global_blocks": shape.global_blocks}
     backbone = Pyramid(encoder, **options, recompute=recompute)
     return Detector(backbone, classes, shape=shape, rois_per_image=rois_per_image)
-
-
-def without_class_layers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that serve any classes."""
-    return {name: tensor for name, tensor in weights.items() if not name.startswith(_CLASS_LAYERS)}
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,9 @@ from patchmix.data.loader import Batch
 from patchmix.data.views import to_float
 from patchmix.device import resolve_device
 from patchmix.evaluate import protocol
-from patchmix.evaluate.detection.coco import CocoImages, Entry, Scores, open_split, save_detections, score
+from patchmix.evaluate.detection.coco import CocoImages, Entry, open_split, save_detections, score
 from patchmix.evaluate.detection.inference import detect_all, predict, save_pictures
-from patchmix.evaluate.detection.model import (
-    FILE,
-    Detector,
-    DetectorFile,
-    Shape,
-    build_detector,
-    load_detector,
-    without_class_layers,
-)
+from patchmix.evaluate.detection.model import FILE, Detector, DetectorFile, Shape, build_detector, load_detector
 from patchmix.evaluate.detection.views import TrainingViews, unpack
 from patchmix.evaluate.results import Result, append_result
 from patchmix.interop.backbone import Architecture, Backbone
@@ -32,7 +24,8 @@ from patchmix.nn.vit import create_encoder
 from patchmix.settings import Detect
 from patchmix.train.optimizer import groups_with_head
 
-Detections = tuple[list[Entry], Scores]
+Scored = tuple[list[Entry], protocol.Values, list[protocol.Values]]  # detections, metrics, a row for each class
+_CLASS_LAYERS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
 _LOSSES = {  # torchvision's names and ours
     "loss_objectness": "proposal_object",
     "loss_rpn_box_reg": "proposal_box",
@@ -89,15 +82,10 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
     _check_classes(train, val.categories, val.name)
     file, name, weights = _new_detector(backbone, train, settings)
     record = protocol.recorded(settings) | {"scale": list(settings.scale)} | vars(file.shape)
-    identity = {
-        "settings": record,
-        "detector": file.header(),
-        "weights": file.digest(),
-        "data": [train.fingerprint(), val.fingerprint()],
-    }
+    identity = {"settings": record, "detector": file.header(), "weights": file.digest()}
     detector = file.detector(**_chosen(settings, "drop_path", "rois_per_image", "recompute"))
     method = DetectMethod(detector).to(device).train()
-    last: list[Detections] = []
+    last: list[Scored] = []
 
     def prepare(batch: Batch) -> Any:
         pixels, sizes, targets = unpack(batch.views)
@@ -107,7 +95,7 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
         if int(method.scores.steps) == 0:
             return  # COCO's 5,000 images take minutes, and an untrained detector finds nothing
         last[:] = [evaluate(detector, file, val, device, settings.workers)]
-        yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0][1].metrics}.items()
+        yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0][1]}.items()
 
     groups = groups_with_head(detector, detector.backbone.tokens.encoder, settings.layer_decay)
     views = _chosen(settings, "scale", "flip", "seed")
@@ -120,7 +108,7 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
         evaluator=evaluator,
         optimizer=torch.optim.AdamW(groups, lr=0.0),
         out=out,
-        identity=identity,
+        identity=identity | {"data": [train.fingerprint(), val.fingerprint()]},
         device=device,
         workers=settings.workers,
         warmup=lambda steps: min(settings.warmup_steps, steps // 10) / steps,
@@ -128,14 +116,10 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
     )
     assert folder is not None
     if distributed.is_main():
-        replace(file, weights={key: value.cpu() for key, value in detector.state_dict().items()}).save(folder / FILE)
+        replace(file, weights=detector.state_dict()).save(folder / FILE)
     record = record | {"train": train.name, "train_images": len(train), "val": val.name}
-    details = {
-        "detector": str(folder / FILE),
-        "best_box_ap": values["best_box_ap"],
-        "best_box_ap_epoch": values["best_box_ap_epoch"],
-        "best": "chosen on the validation images",
-    }
+    details = {"detector": str(folder / FILE)} | {key: values[key] for key in ("best_box_ap", "best_box_ap_epoch")}
+    details["best"] = "chosen on the validation images"
     return _result(settings, val, last[0], (name, weights, record), details, folder, out)
 
 
@@ -148,20 +132,20 @@ def _evaluate_trained(settings: Detect, device: torch.device) -> Result:
     return _result(settings, val, detections, origin, {"detector": settings.weights}, out, out)
 
 
-def evaluate(detector: Detector, file: DetectorFile, val: CocoImages, device: torch.device, workers: int) -> Detections:
+def evaluate(detector: Detector, file: DetectorFile, val: CocoImages, device: torch.device, workers: int) -> Scored:
     """Detections and their scores, the same on every process."""
     entries = detect_all(detector, file, val, device=device, workers=workers)
     # pycocotools takes minutes for COCO's validation images: one process runs it and sends its scores.
-    scores = distributed.gather_json(vars(score(val, entries)) if distributed.is_main() else None, device)
-    return entries, Scores(**scores[0])
+    metrics, classes = distributed.gather_json(score(val, entries) if distributed.is_main() else None, device)[0]
+    return entries, metrics, classes
 
 
 def _result(
     settings: Detect,
     val: CocoImages,
-    detections: Detections,
-    origin: tuple[str, str, dict[str, Any]],
-    details: dict[str, Any],
+    scored: Scored,
+    origin: tuple[str, str, protocol.Values],
+    details: protocol.Values,
     folder: Path | None,
     out: Path | None,
 ) -> Result:
@@ -169,9 +153,9 @@ def _result(
 
     origin: name and digest of the encoder or detector, and the settings that are recorded.
     """
-    (entries, scores), (encoder, weights, record) = detections, origin
-    data, details = (str(settings.data), val.fingerprint()), details | {"classes": scores.classes}
-    result = Result("detect", scores.metrics, len(val), *data, encoder, weights, record, details)
+    entries, metrics, classes = scored
+    details |= {"classes": classes}
+    result = Result("detect", metrics, len(val), str(settings.data), val.fingerprint(), *origin, details)
     if folder is not None and out is not None and distributed.is_main():
         save_detections(folder, entries)
         save_pictures(folder / "pictures", val, entries, count=settings.pictures)
@@ -212,7 +196,7 @@ def _new_detector(backbone: Backbone | None, train: CocoImages, settings: Detect
                 file = replace(file, origin=file.origin | {"continued": True})
             else:
                 weights = build_detector(file.architecture, classes, file.shape).state_dict()
-                weights |= without_class_layers(file.weights)
+                weights |= {name: w for name, w in file.weights.items() if not name.startswith(_CLASS_LAYERS)}
                 file = replace(file, categories=train.categories, weights=weights)
             return file, f"detector {settings.start.name}", file.digest()
         if backbone is None:

@@ -89,14 +89,6 @@ def _place(pixels: Pixels, where: Placement, canvas: Pixels, interpolation: int)
     return canvas
 
 
-def box_around(mask: Mask) -> tuple[float, float, float, float] | None:
-    """The smallest x0, y0, x1, y1 around a mask's pixels; None where it has none."""
-    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-    if not len(rows):
-        return None
-    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
-
-
 class TrainingViews:
     """The loader's transform for training: (images, which ones) → the arrays that `unpack` turns into targets."""
 
@@ -113,8 +105,7 @@ class TrainingViews:
         masks as bits (T, S, ⌈S/8⌉): an eighth of the memory on the way from the worker."""
         draws = uniforms(4, self._seed, epoch, indices)
         pixels, sizes = np.empty((len(images), self._size, self._size, 3), np.uint8), []
-        boxes: list[tuple[float, ...]] = []
-        labels, masks = [], []
+        boxes, labels, masks = list[tuple[int, ...]](), [], []
         for n, (image, index) in enumerate(zip(images, indices.tolist(), strict=True)):
             height, width = image.shape[:2]
             where = jittered(height, width, self._size, scale=self._scale, draws=draws[n].tolist(), flip=self._flip)
@@ -122,8 +113,9 @@ class TrainingViews:
             before = len(boxes)
             for annotation in self._source.objects(index):
                 mask = place_mask(annotation, height, width, where, self._size)
-                if (box := box_around(mask)) is not None:  # else it was cut off, or is smaller than a pixel now
-                    boxes.append(box)
+                x, y, wide, tall = cv2.boundingRect(mask)
+                if wide:  # else it was cut off, or is smaller than a pixel now
+                    boxes.append((x, y, x + wide, y + tall))
                     labels.append(self._source.label(annotation))
                     masks.append(np.packbits(mask, axis=1))
             sizes.append((*where.visible(self._size), len(boxes) - before))
