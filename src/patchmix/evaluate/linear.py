@@ -55,7 +55,7 @@ def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
 
 def linear_of(task: protocol.Task) -> Result:
     """`linear` of an open task, which has test images."""
-    settings, data, extractor = task.settings, task.data, task.extractor()
+    settings, data, draws, extractor = task.settings, task.data, task.draws(), task.extractor()
     assert isinstance(settings, Linear) and data.test is not None
     test = extractor.features(data.test)
     name = "linear"
@@ -66,7 +66,7 @@ def linear_of(task: protocol.Task) -> Result:
         if settings.pool == "attentive":
             name, fit_and_test, how["heads"] = "attentive", _attentive, task.backbone.architecture.heads
         train = extractor.features(data.train)
-        outcomes = [fit_and_test(train.at(positions), test, **how) for positions in task.draws()]
+        outcomes = [fit_and_test(train.at(positions), test, **how) for positions in draws]
     else:
         outcomes = [_paper(settings, task, extractor, test)]
     metrics, (record, *_), (details, *more) = zip(*outcomes, strict=True)
@@ -133,13 +133,9 @@ def _paper(settings: Linear, task: protocol.Task, extractor: FeatureExtractor, t
         optimizer=torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
     )
     metrics = {name: value for name, value in last.items() if not name.endswith("_epoch")}
-    record = {
-        "epochs": epochs,
-        "lr": lr,
-        "batch": batch_size,
-        "optimizer": "SGD, Nesterov momentum 0.9, cosine, no weight decay",
-        "augmentation": f"random resized crop {CROP_AREA[0]:g}…{CROP_AREA[1]:g}, flip",
-    }
+    record: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": batch_size}
+    record["optimizer"] = "SGD, Nesterov momentum 0.9, cosine, no weight decay"
+    record["augmentation"] = f"random resized crop {CROP_AREA[0]:g}…{CROP_AREA[1]:g}, flip"
     return metrics, record, {"best_epoch": last["best_top1_epoch"]}
 
 

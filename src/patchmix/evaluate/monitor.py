@@ -7,6 +7,7 @@ the effective rank, as long as images keep some of the neighbors that they had a
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.loader import one_pass
 from patchmix.data.views import View, Views, to_float
-from patchmix.evaluate.features import Features, extract
+from patchmix.evaluate.features import extract
 from patchmix.evaluate.knn import HEADLINE_K, QUERY_ROWS, knn_predict, nearest
 from patchmix.evaluate.labeled import Subset
 from patchmix.evaluate.protocol import accuracy
@@ -30,6 +31,7 @@ COLLAPSED_COSINE = 0.99
 LIDAR_IMAGES, LIDAR_VIEWS = 256, 8
 FEWEST_KEPT = 0.1  # of the neighbors; below, features of unlabeled images count as worse than the start's
 LEAST_RANK = 0.8  # of the start's; a somewhat lower one is no sign of worse features
+_USED = ("knn_train", "knn_margin", "rank", "neighbors_kept")  # by the guard
 
 
 def monitor(
@@ -38,41 +40,36 @@ def monitor(
     *,
     bank: int,
     queries: int,
-    image_size: int,
-    mean: Sequence[float],
-    std: Sequence[float],
-    device: torch.device,
     neighbors: "Neighbors | None" = None,
+    **how: Any,
 ) -> Evaluator:
     """The health of the features of at most `bank` training images, and kNN of at most `queries` test images.
 
     Without labeled test images, the first training images are classified by the others. With `neighbors`, also what a
-    Guard takes: how many neighbors are kept, and kNN of all these training images (leave-one-out).
+    Guard takes: how many neighbors are kept, and kNN of all these training images (leave-one-out). how: see `extract`.
     """
     bank_images = Subset(train, bank)
     query_images = None if test is None or test.labels is None else Subset(test, queries)
 
-    def features(encoder: nn.Module, subset: Subset) -> Features:
-        return extract(encoder, subset, image_size=image_size, mean=mean, std=std, device=device)
-
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
-        found = features(encoder, bank_images)
+        found = extract(encoder, bank_images, **how)
         yield from health(found.vectors)
         if neighbors is not None:
             yield "neighbors_kept", neighbors.kept(found.vectors)
         if found.labels is None:
             return
-        queried = Features(found.vectors[:queries], found.labels[:queries], found.indices[:queries])
-        if query_images is not None:
-            queried = features(encoder, query_images)
-        assert queried.labels is not None
-        k, alone = min(HEADLINE_K, len(found.vectors) - 1), query_images is None
+        voters, k = (found.vectors, found.labels), min(HEADLINE_K, len(found.vectors) - 1)
         if neighbors is not None:
-            own = knn_predict(found.vectors, found.labels, found.vectors, ks=[k], leave_one_out=True)[k]
+            own = knn_predict(*voters, found.vectors, ks=[k], leave_one_out=True)[k]
             yield "knn_train", accuracy(own, found.labels)
             yield "knn_margin", neighbors.margin(own[:, 0] == found.labels)
-        predicted = knn_predict(found.vectors, found.labels, queried.vectors, ks=[k], leave_one_out=alone)[k]
-        yield "knn", accuracy(predicted, queried.labels)
+        vectors, labels = found.vectors[:queries], found.labels[:queries]
+        if query_images is not None:
+            queried = extract(encoder, query_images, **how)
+            assert queried.labels is not None
+            vectors, labels = queried.vectors, queried.labels
+        predicted = knn_predict(*voters, vectors, ks=[k], leave_one_out=query_images is None)[k]
+        yield "knn", accuracy(predicted, labels)
 
     return evaluate
 
@@ -155,11 +152,11 @@ def collapse_warning(values: dict[str, float]) -> str | None:
 # ---------------------------------------------------------------------------------------- the guard of adapted runs
 
 
+@dataclass
 class Neighbors:
     """What the same images had at the start, kept in `state`: "neighbors", int64 (N, k), and "correct", bool (N,)."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
+    state: dict[str, Any]
 
     def kept(self, features: Tensor) -> float:
         """The share of the neighbors at the start that still are. The first call sets the start. features: (N, D)."""
@@ -179,15 +176,15 @@ class Neighbors:
         return 1.96 * math.sqrt(float(change.var(correction=0)) / len(change))
 
 
+@dataclass
 class Guard:
     """Takes the monitor's values at every point, and calls `keep(step)` where the features are the best so far.
 
     `state` is plain data that goes into checkpoints: what a resumed run must know of the start and of the best.
     """
 
-    def __init__(self, state: dict[str, Any], keep: Callable[[int], None]) -> None:
-        self.state = state
-        self.keep = keep
+    state: dict[str, Any]
+    keep: Callable[[int], None]
 
     def __call__(self, step: int, values: dict[str, float]) -> str | None:
         """What to warn of, if anything."""
@@ -221,9 +218,6 @@ def guard_verdict(state: Mapping[str, Any]) -> str | None:
     step, last = state["best"]["step"], state["last"]["step"]
     what = "the starting weights, as no point was better" if step == 0 else f"that of step {step}, the best point"
     return f"the run ends below its start ({below}): encoder.safetensors is {what} (not step {last})"
-
-
-_USED = ("knn_train", "knn_margin", "rank", "neighbors_kept")
 
 
 def score(point: dict[str, Any], start: dict[str, Any]) -> tuple[float, ...]:
