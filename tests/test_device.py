@@ -150,7 +150,7 @@ def test_finetune() -> None:
         groups = [{"params": list(method.encoder.parameters()), "decayed": True}]
         erased = Erasing(0.9, seed=0)(gpu.empty(N, 3, 16, 16), epoch=0, indices=torch.arange(N))
         supervised_step(method, torch.optim.AdamW(groups), gpu, erased)
-    assert method.scores.done == 2
+    assert method.steps == 2
 
 
 def detector() -> Detector:

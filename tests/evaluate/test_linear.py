@@ -13,7 +13,7 @@ from torch import Tensor
 from patchmix.data.loader import Loader
 from patchmix.evaluate import linear
 from patchmix.evaluate.linear import LinearMethod
-from patchmix.evaluate.protocol import BestScores, top_accuracies, usual_batch
+from patchmix.evaluate.protocol import top_accuracies, usual_batch
 from patchmix.evaluate.results import Result, read_results
 from patchmix.evaluate.sweep import GRID, Candidate, Score, best_of, fit_candidates, score, usual_epochs
 from patchmix.interop.backbone import Backbone
@@ -144,7 +144,7 @@ def test_the_papers_protocol(backbone: Backbone, tmp_path: Path) -> None:
         assert torch.equal(state["method"][f"encoder.{name}"], tensor)
     assert state["method"]["head.bias"].abs().min() > 0  # they began at 0
     assert state["optimizer"]["param_groups"][0]["nesterov"]
-    assert int(state["method"]["scores.steps"]) == 6
+    assert state["step"] == 6 and state["best"] == {"top1": [result.metrics["best_top1"], result.details["best_epoch"]]}
 
 
 def test_the_learning_rate_is_the_authors_for_each_width_and_grows_with_the_batch(
@@ -215,16 +215,26 @@ def test_the_loss_of_the_frozen_method_has_gradients_for_the_head_only(backbone:
     assert not any(p.requires_grad for p in method.encoder.parameters())
 
 
-def test_scores_keep_the_best_and_its_epoch() -> None:
-    scores = BestScores(["top1"])
-    found = []
-    for step, value in [(0, 0.1), (10, 0.5), (20, 0.4)]:
-        scores.steps.fill_(step)
-        found.append(dict(scores.note({"top1": value, "top5": 0.9}, steps_per_epoch=10)))
-    assert found[-1] == {"top1": 0.4, "top5": 0.9, "best_top1": 0.5, "best_top1_epoch": 1.0}
-    other = BestScores(["top1"])
-    other.load_state_dict(scores.state_dict())
-    assert dict(other.note({"top1": 0.45}, 10))["best_top1"] == 0.5
+def test_the_best_value_and_its_epoch_are_kept(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = iter([0.1, 0.5, 0.4, 0.3])
+    monkeypatch.setattr(linear.protocol, "top_accuracies", lambda *_: {"top1": next(values), "top5": 0.9})
+    result = evaluate(backbone, "shapes:64", epochs=2, out=tmp_path)
+    assert result.metrics == {"top1": 0.4, "top5": 0.9, "best_top1": 0.5} and result.details["best_epoch"] == 1.0
+    again = evaluate(backbone, "shapes:64", epochs=2, out=tmp_path)  # only tested, at the end
+    assert again.metrics == {"top1": 0.3, "top5": 0.9, "best_top1": 0.5} and again.details["best_epoch"] == 1.0
+
+
+def test_a_checkpoint_of_version_01_goes_on(backbone: Backbone, tmp_path: Path) -> None:
+    """It kept steps and best scores in the method."""
+    first = evaluate(backbone, "shapes:64", epochs=1, out=tmp_path)
+    (path,) = tmp_path.glob("linear-*/checkpoints/step-*.pt")
+    state = torch.load(path, weights_only=True)
+    del state["best"]
+    state["method"]["scores.steps"] = torch.tensor(1)
+    torch.save(state, path)
+    assert evaluate(backbone, "shapes:64", epochs=1, out=tmp_path).top1 == first.top1
 
 
 def test_top_accuracies() -> None:

@@ -136,9 +136,10 @@ class FinetuneMethod(protocol.SupervisedMethod):
     """A classifier that learns from mixed images, and its moving average."""
 
     encoder: VisionTransformer
+    scores = ("top1", "ema_top1")
 
     def __init__(self, model: VisionTransformer, classes: int, settings: Finetune) -> None:
-        super().__init__(model, ["top1", "ema_top1"])
+        super().__init__(model)
         # With warm-up the average is of use in short trainings, too.
         self.ema = ModelEmaV3(model, decay=settings.ema_decay, use_warmup=True).requires_grad_(False)
         self.tested = 0  # images of the last evaluation
@@ -158,7 +159,7 @@ class FinetuneMethod(protocol.SupervisedMethod):
 
     def after_step(self, progress: float) -> None:
         super().after_step(progress)
-        self.ema.update(self.encoder, step=self.scores.done)
+        self.ema.update(self.encoder, step=self.steps)
 
 
 def _train(method: FinetuneMethod, task: protocol.Task, record: dict[str, Any]) -> tuple[dict[str, float], Path | None]:

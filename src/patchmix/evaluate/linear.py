@@ -86,9 +86,10 @@ class LinearMethod(protocol.SupervisedMethod):
     """A linear layer that learns, behind an encoder that does not."""
 
     encoder: VisionTransformer
+    scores = ("top1",)
 
     def __init__(self, encoder: VisionTransformer, classes: int, pool: Pool = "token") -> None:
-        super().__init__(encoder.requires_grad_(False), ["top1"])
+        super().__init__(encoder.requires_grad_(False))
         self.pool = pool
         self.head = nn.Linear(encoder.num_features, classes)
         nn.init.normal_(self.head.weight, std=0.01)

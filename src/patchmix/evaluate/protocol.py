@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -170,43 +170,17 @@ def encoder_name(backbone: Backbone) -> str:
 
 
 class SupervisedMethod(Method):
-    """An encoder that learns with labels, and its best scores so far."""
+    """An encoder that learns with labels."""
 
-    def __init__(self, encoder: nn.Module, scores: Sequence[str]) -> None:
+    scores: tuple[str, ...]  # the metrics whose best values are kept
+
+    def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
         self.encoder = encoder
-        self.scores = BestScores(scores)
+        self.steps = 0  # done so far
 
     def after_step(self, progress: float) -> None:
-        self.scores.steps.add_(1)
-        self.scores.done += 1
-
-
-class BestScores(nn.Module):
-    """The steps done and the best value of each score so far. Saved with the method, so that a resumed run has them."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__()
-        self.names = tuple(names)
-        self.steps = nn.Buffer(torch.zeros((), dtype=torch.int64))
-        self.best = nn.Buffer(torch.full((len(names),), -1.0, dtype=torch.float64))
-        self.best_step = nn.Buffer(torch.zeros(len(names), dtype=torch.int64))
-        self.done = 0  # `steps`, known without asking the device
-        self.register_load_state_dict_post_hook(_count_loaded)  # type: ignore[no-untyped-call]
-
-    def note(self, values: Mapping[str, float], steps_per_epoch: int) -> Iterator[tuple[str, float]]:
-        """Yields the values, then the best so far and its epoch, of each name."""
-        yield from values.items()
-        for i, name in enumerate(self.names):
-            if values[name] > float(self.best[i]):
-                self.best[i] = values[name]
-                self.best_step[i] = self.steps
-            yield f"best_{name}", float(self.best[i])
-            yield f"best_{name}_epoch", float(self.best_step[i]) / steps_per_epoch
-
-
-def _count_loaded(scores: BestScores, _: Any) -> None:
-    scores.done = int(scores.steps)
+        self.steps += 1
 
 
 def fit(
@@ -250,8 +224,11 @@ def fit(
     )
 
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
-        if values := dict(evaluator(encoder)):
-            yield from method.scores.note(values, loader.steps_per_epoch)
+        values, epoch = dict(evaluator(encoder)), method.steps / loader.steps_per_epoch
+        for name in method.scores if values else ():
+            best[name] = max(best.get(name, [-1.0, 0.0]), [values[name], epoch], key=lambda pair: pair[0])
+            values |= {f"best_{name}": best[name][0], f"best_{name}_epoch": best[name][1]}
+        yield from values.items()
 
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = out and out / f"{protocol}-{digest[:10]}"
@@ -260,11 +237,16 @@ def fit(
         checkpoints = folder and Checkpoints(folder / "checkpoints")
         state = load_checkpoint(checkpoints.last) if checkpoints and checkpoints.last else None
         distributed.barrier()  # nobody writes before everybody has read
+        best: dict[str, list[float]] = {}  # value and epoch of each score
+        if state:
+            method.steps, best = int(state["step"]), state.get("best", {})
+            for name in [name for name in state["method"] if name.startswith("scores.")]:  # of version 0.1
+                del state["method"][name]
         if own:
             write_text(own / "settings.json", json.dumps(identity, indent=2) + "\n")
-        with closing(RunLog(own, step=int(state["step"]) if state else 0)) as log:
-            saved: Values = {"checkpoints": checkpoints, "resume_from": state, "extra_state": {"identity": identity}}
-            saved |= {"log": log, "on_bad_sample": BadSamples(log)}
+        with closing(RunLog(own, step=method.steps)) as log:
+            saved: Values = {"checkpoints": checkpoints, "resume_from": state, "log": log}
+            saved |= {"extra_state": {"identity": identity, "best": best}, "on_bad_sample": BadSamples(log)}
             how: Values = {"optimizer": optimizer, "device": device, "prepare": prepare, "evaluators": [evaluate]}
             return train(method, loader, plan, **how, **saved), folder
 

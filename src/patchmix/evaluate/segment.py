@@ -77,7 +77,7 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
         counts: list[Tensor] = []
 
         def evaluator(_: nn.Module) -> Iterator[tuple[str, float]]:
-            if int(method.scores.steps):  # an untrained layer needs no test
+            if method.steps:  # an untrained layer needs no test
                 counts[:] = [count_pixels(method.encoder, task, view)]
                 yield from ((name, float(value)) for name, value in scores(counts[0].sum(dim=0)).items())
 
@@ -129,9 +129,7 @@ class SegmentMethod(SupervisedMethod):
     """A segmenter that learns from masks; it is its own `encoder`, which is evaluated."""
 
     encoder: Segmenter
-
-    def __init__(self, model: Segmenter) -> None:
-        super().__init__(model, ["miou"])
+    scores = ("miou",)
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """batch: images (N, 3, H, W) and masks (N, H, W)."""

@@ -63,7 +63,7 @@ def test_pixels_and_masks_move_together(coco: Path, flip: bool, height: int, wid
     source = open_split(coco, "train2017")
     where = Placement(height, width, top, left, flip)
     image = source.load(0)
-    canvas = place_image(image, where, 64, [100, 100, 100])
+    canvas = place_image(image, where, 64, [100 / 255] * 3)
     for annotation in source.objects(0):
         mask = place_mask(annotation, *image.shape[:2], where, 64).astype(bool)
         seen = (canvas[..., 0] > 175) if annotation["category_id"] == 7 else (canvas[..., 0] < 50)

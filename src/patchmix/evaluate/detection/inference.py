@@ -54,14 +54,10 @@ def detect_one(detector: Detector, file: DetectorFile, device: torch.device, vie
         pasted = paste_masks_in_image(mask[None], box[None], (height, width))[0, 0] > 0.5
         coded = rle.encode(np.asfortranarray(pasted.numpy().astype(np.uint8)))
         x0, y0, x1, y1 = box.tolist()
-        entries.append(
-            {
-                "category_id": categories[label - 1],
-                "bbox": [round(value, 3) for value in (x0, y0, x1 - x0, y1 - y0)],
-                "score": round(score, 7),
-                "segmentation": {"size": [height, width], "counts": coded["counts"].decode()},
-            }
-        )
+        shape = {"size": [height, width], "counts": coded["counts"].decode()}
+        bbox = [round(value, 3) for value in (x0, y0, x1 - x0, y1 - y0)]
+        entry = {"category_id": categories[label - 1], "bbox": bbox, "score": round(score, 7), "segmentation": shape}
+        entries.append(entry)
     return entries
 
 

@@ -92,7 +92,7 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
         return to_float(pixels, file.mean, file.std), sizes, targets
 
     def evaluator(encoder: nn.Module) -> Iterator[tuple[str, float]]:
-        if int(method.scores.steps) == 0:
+        if method.steps == 0:
             return  # COCO's 5,000 images take minutes, and an untrained detector finds nothing
         last[:] = [evaluate(detector, file, val, device, settings.workers)]
         yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0][1]}.items()
@@ -168,9 +168,7 @@ class DetectMethod(protocol.SupervisedMethod):
     """A detector that learns from images with objects. Its `encoder`, which is evaluated, is the whole detector."""
 
     encoder: Detector
-
-    def __init__(self, detector: Detector) -> None:
-        super().__init__(detector, ["box_ap", "mask_ap"])
+    scores = ("box_ap", "mask_ap")
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """batch: images (N, 3, S, S), visible sizes, targets. The loss is the sum of torchvision's five."""

@@ -4,7 +4,7 @@ Shapes: N images, S the canvas's side, T objects of all N images together.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cv2
@@ -38,29 +38,26 @@ class Placement:
         return min(size, self.height - self.top), min(size, self.width - self.left)
 
 
-def fitted(height: int, width: int, size: int) -> Placement:
+def fitted(height: int, width: int, size: float) -> Placement:
     """The longer side becomes `size`; the rest of the canvas stays empty."""
     scale = size / max(height, width)
     return Placement(max(1, round(height * scale)), max(1, round(width * scale)))
 
 
-def jittered(
-    height: int, width: int, size: int, *, scale: tuple[float, float], draws: Sequence[float], flip: bool = True
-) -> Placement:
+def jittered(height: int, width: int, size: int, *, scale: tuple[float, float], draws: Sequence[float]) -> Placement:
     """Large-scale jitter (Ghiasi et al. 2021): fitted, times a uniform factor; what is too large is cut at random.
 
     draws: four numbers in [0, 1).
     """
     factor = scale[0] + (scale[1] - scale[0]) * draws[0]
-    factor = min(factor * size, _LARGEST_PIXELS) / max(height, width)
-    tall, wide = max(1, round(height * factor)), max(1, round(width * factor))
-    top, left = int(draws[1] * (max(tall - size, 0) + 1)), int(draws[2] * (max(wide - size, 0) + 1))
-    return Placement(tall, wide, top, left, flip=flip and draws[3] < 0.5)
+    whole = fitted(height, width, min(factor * size, _LARGEST_PIXELS))
+    top, left = int(draws[1] * (max(whole.height - size, 0) + 1)), int(draws[2] * (max(whole.width - size, 0) + 1))
+    return replace(whole, top=top, left=left, flip=draws[3] < 0.5)
 
 
-def place_image(image: Pixels, where: Placement, size: int, fill: Sequence[int]) -> Pixels:
-    """uint8 (H, W, 3) → (S, S, 3); `fill` is the color of the empty part."""
-    canvas = np.full((size, size, 3), fill, np.uint8)
+def place_image(image: Pixels, where: Placement, size: int, mean: Sequence[float]) -> Pixels:
+    """uint8 (H, W, 3) → (S, S, 3); the empty part gets the color `mean`, which normalizes to nearly zero."""
+    canvas = np.full((size, size, 3), [round(255 * m) for m in mean], np.uint8)
     return _place(image, where, canvas, cv2.INTER_AREA if where.height < image.shape[0] else cv2.INTER_LINEAR)
 
 
@@ -96,7 +93,7 @@ class TrainingViews:
         self, source: CocoImages, *, size: int, scale: tuple[float, float], flip: bool, mean: Sequence[float], seed: int
     ) -> None:
         self._source, self._size, self._scale, self._flip, self._seed = source, size, scale, flip, seed
-        self._fill = canvas_color(mean)
+        self._mean = mean
         if not 0 < scale[0] <= scale[1] <= 4:
             raise ValueError(f"scale is {scale}; it must be two factors, 0 < low ≤ high ≤ 4")
 
@@ -108,8 +105,9 @@ class TrainingViews:
         boxes, labels, masks = list[tuple[int, ...]](), [], []
         for n, (image, index) in enumerate(zip(images, indices.tolist(), strict=True)):
             height, width = image.shape[:2]
-            where = jittered(height, width, self._size, scale=self._scale, draws=draws[n].tolist(), flip=self._flip)
-            pixels[n] = place_image(image, where, self._size, self._fill)
+            where = jittered(height, width, self._size, scale=self._scale, draws=draws[n].tolist())
+            where = replace(where, flip=self._flip and where.flip)
+            pixels[n] = place_image(image, where, self._size, self._mean)
             before = len(boxes)
             for annotation in self._source.objects(index):
                 mask = place_mask(annotation, height, width, where, self._size)
@@ -132,21 +130,16 @@ class FittedViews:
     """The loader's transform for testing: the longer side fitted to the canvas."""
 
     def __init__(self, *, size: int, mean: Sequence[float]) -> None:
-        self._size, self._fill = size, canvas_color(mean)
+        self._size, self._mean = size, mean
 
     def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Any]:
         """Pixels uint8 (N, S, S, 3); visible and original heights and widths (N, 4)."""
         pixels, sizes = np.empty((len(images), self._size, self._size, 3), np.uint8), []
         for n, image in enumerate(images):
             where = fitted(image.shape[0], image.shape[1], self._size)
-            pixels[n] = place_image(image, where, self._size, self._fill)
+            pixels[n] = place_image(image, where, self._size, self._mean)
             sizes.append((where.height, where.width, *image.shape[:2]))
         return [pixels, np.array(sizes, np.int64).reshape(-1, 4)]
-
-
-def canvas_color(mean: Sequence[float]) -> list[int]:
-    """The pixel that normalizes to nearly zero."""
-    return [round(255 * m) for m in mean]
 
 
 def unpack(views: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]], list[Target]]:
