@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,8 +123,7 @@ def test_the_defaults_are_the_authors(backbone: Backbone, few: Path) -> None:
     }
     assert {key: result.settings[key] for key in wanted} == wanted
     assert (Finetune("", "").epochs, Finetune("", "").warmup_epochs) == (100, 10)
-    wide = dataclasses.replace(backbone, architecture=dataclasses.replace(backbone.architecture, dim=384))
-    assert usual_base_lr(wide) == 5e-4
+    assert usual_base_lr(384) == 5e-4
 
 
 def test_an_odd_batch_is_refused(backbone: Backbone, few: Path) -> None:

@@ -42,7 +42,6 @@ from patchmix.train.optimizer import layer_groups
 
 CROP_AREA = (0.08, 1.0)
 _SMALL_IMAGE = 32
-_TINY_DIM = 192  # up to this width an encoder takes ViT-T's learning rate
 _PIXELS, _ERASING = 0, 1  # streams of random numbers
 
 
@@ -72,7 +71,7 @@ def _train_and_test(
     batch_size = _batch_size(settings, shape.image_size, len(data.train))
     record = protocol.recorded(settings) | {
         "batch_size": batch_size,
-        "lr": (settings.base_lr or usual_base_lr(task.backbone)) * batch_size / 256,
+        "lr": (settings.base_lr or usual_base_lr(shape.dim)) * batch_size / 256,
         "warmup_epochs": min(settings.warmup_epochs, 0.1 * settings.epochs),
         "image_size": shape.image_size,
         "resize": settings.resize or usual_resize(shape.image_size),
@@ -118,8 +117,9 @@ def _batch_size(settings: Finetune, image_size: int, images: int) -> int:
     return batch_size
 
 
-def usual_base_lr(backbone: Backbone) -> float:
-    return 1e-3 if backbone.architecture.dim <= _TINY_DIM else 5e-4
+def usual_base_lr(dim: int) -> float:
+    """The authors' learning rate for ViT-T, and for ViT-S and -B."""
+    return 1e-3 if dim <= 192 else 5e-4
 
 
 def classifier(backbone: Backbone, classes: int, *, drop_path: float = 0.0) -> VisionTransformer:

@@ -252,15 +252,9 @@ def fit(
 
 
 def map_images(
-    source: Source,
-    transform: Any,
-    function: Callable[[Sequence[Tensor]], Any],
-    title: str,
-    *,
-    device: torch.device,
-    workers: int,
+    source: Source, transform: Any, function: Callable[..., Any], title: str, *, device: torch.device, workers: int
 ) -> list[Any]:
-    """What `function` makes of each image's views, in the source's order, on every process; it is sent as JSON.
+    """function(views) of each image, in the source's order, on every process; it is sent as JSON.
 
     An image that can't be read is an error, not a gap: it would change what the numbers mean.
     """

@@ -1,6 +1,5 @@
 """A folder in COCO's layout: images and objects, checked before training starts, and average precision on them."""
 
-import contextlib
 import copy
 import hashlib
 import io
@@ -8,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -165,7 +165,8 @@ def score(source: CocoImages, entries: Sequence[Entry]) -> tuple[dict[str, float
     classes: list[dict[str, Any]] = [{"id": i, "name": n, "objects": objects[i]} for i, n in source.categories.items()]
     for name, kind in KINDS.items():
         truth, part = source.truth(), part_of(entries, kind)
-        with progress_bar(f"average precision of {name}", None, distributed.is_main()), silence():
+        bar = progress_bar(f"average precision of {name}", None, distributed.is_main())
+        with bar, redirect_stdout(io.StringIO()):
             # loadRes needs at least one detection
             detections = truth.loadRes(part) if part else coco_of(truth.dataset | {"annotations": []})
             evaluation = COCOeval(truth, detections, iouType=kind)
@@ -200,14 +201,9 @@ def coco_of(dataset: dict[str, Any]) -> COCO:
     """pycocotools' object for a parsed file."""
     coco = COCO()
     coco.dataset = dataset
-    with silence():
+    with redirect_stdout(io.StringIO()):  # it prints its progress
         coco.createIndex()
     return coco
-
-
-def silence() -> contextlib.AbstractContextManager[Any]:
-    """Without pycocotools' printed progress."""
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 # ------------------------------------------------------------------------------------------------- the annotation file

@@ -98,12 +98,11 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
         yield from {"box_ap": 0.0, "mask_ap": 0.0, **last[0][1]}.items()
 
     groups = groups_with_head(detector, detector.backbone.tokens.encoder, settings.layer_decay)
-    views = _chosen(settings, "scale", "flip", "seed")
     values, folder = protocol.fit(
         "detect",
         method,
         train,
-        TrainingViews(train, size=file.shape.image_size, mean=file.mean, **views),
+        TrainingViews(train, size=file.shape.image_size, mean=file.mean, **_chosen(settings, "scale", "flip", "seed")),
         prepare=prepare,
         evaluator=evaluator,
         optimizer=torch.optim.AdamW(groups, lr=0.0),
