@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from patchmix import distributed
 from patchmix.progress import progress_bar
 
 LRS = (1e-3, 3e-3)
@@ -68,7 +67,7 @@ def fit(
     optimizer = torch.optim.AdamW(probe.parameters(), lr=lr, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(seed)
     done, total = 0, epochs * math.ceil(len(rows) / _BATCH)
-    with progress_bar("attentive probe", total, distributed.is_main(), "steps") as advance:
+    with progress_bar("attentive probe", total, unit="steps") as advance:
         for _ in range(epochs):
             for chosen in rows[torch.randperm(len(rows), generator=generator)].split(_BATCH):  # type: ignore[no-untyped-call]
                 for group in optimizer.param_groups:

@@ -170,7 +170,7 @@ def extract_all(
     encoder.eval()
     try:
         part = -(-len(source) // world_size)
-        with progress_bar(f"features of {source.name}", part, progress and distributed.is_main()) as advance:
+        with progress_bar(f"features of {source.name}", part, progress) as advance:
             for batch in one_pass(source, CenterCrop(image_size, resize=resize), **share):
                 if len(batch.indices):
                     images = to_float(batch.views[0].to(device, non_blocking=True), mean, std)

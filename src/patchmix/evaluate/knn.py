@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchmix import distributed
 from patchmix.evaluate.features import check_finite
 from patchmix.evaluate.protocol import Task, accuracy, open_task, wants_few_labels
 from patchmix.evaluate.results import Result
@@ -117,7 +116,7 @@ def knn_predict(
     labels = labels.to(device, non_blocking=True)
     parts: dict[int, list[Tensor]] = {k: [] for k in ks}
     rows = max(1, min(QUERY_ROWS, BLOCK_ELEMENTS // max(classes, max(ks))))  # also what the tally may hold
-    with progress_bar("kNN", len(queries), progress and distributed.is_main()) as advance:
+    with progress_bar("kNN", len(queries), progress) as advance:
         for start in range(0, len(queries), rows):
             block = F.normalize(queries[start : start + rows].to(device, non_blocking=True).float(), dim=1)
             similarity, where = nearest(bank, block, max(ks), first=start if leave_one_out else None)

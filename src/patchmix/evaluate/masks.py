@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from patchmix import distributed
 from patchmix.data.contract import Indices, Source
 from patchmix.data.decode import decode, pixel_channels, shape_of
 from patchmix.data.folder import FolderSource
@@ -197,8 +196,7 @@ def _occurring(source: Masked, known: Mapping[int, str], ignored: Sequence[int])
 
 def in_threads(function: Callable[[int], T], indices: Indices, title: str) -> Iterator[T]:
     """The function of each index, in order, computed by threads ahead of their use."""
-    bar = progress_bar(title, len(indices), distributed.is_main())
-    with ThreadPoolExecutor() as pool, bar as advance:
+    with ThreadPoolExecutor() as pool, progress_bar(title, len(indices)) as advance:
         for result in pool.map(function, indices.tolist()):
             yield result
             advance(1)

@@ -262,7 +262,7 @@ def map_images(
     rank, world_size = distributed.rank(), distributed.world_size()
     share = {"batch_size": 1, "workers": workers, "rank": rank, "world_size": world_size}
     try:
-        with progress_bar(title, -(-len(source) // world_size), rank == 0) as advance:
+        with progress_bar(title, -(-len(source) // world_size)) as advance:
             for batch in one_pass(source, transform, **share):
                 errors += batch.bad
                 if len(batch.indices):

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchmix import distributed
 from patchmix.evaluate.features import check_finite
 from patchmix.progress import progress_bar
 
@@ -94,7 +93,7 @@ def fit_candidates(
     generator = torch.Generator().manual_seed(seed)
     within = torch.arange(size, device=device)
     done, total = 0, epochs * steps
-    with progress_bar("linear classifiers", epochs, distributed.is_main(), "epochs") as advance:
+    with progress_bar("linear classifiers", epochs, unit="epochs") as advance:
         for epoch in range(1, epochs + 1):
             order = rows[torch.randperm(count, generator=generator)]
             for start in range(0, steps * size, size):

@@ -18,7 +18,6 @@ from pycocotools import mask as rle
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from patchmix import distributed
 from patchmix.data.contract import Labels
 from patchmix.data.decode import DecodeError, Pixels, decode
 from patchmix.evaluate.results import AP_NAMES
@@ -165,8 +164,7 @@ def score(source: CocoImages, entries: Sequence[Entry]) -> tuple[dict[str, float
     classes: list[dict[str, Any]] = [{"id": i, "name": n, "objects": objects[i]} for i, n in source.categories.items()]
     for name, kind in KINDS.items():
         truth, part = source.truth(), part_of(entries, kind)
-        bar = progress_bar(f"average precision of {name}", None, distributed.is_main())
-        with bar, redirect_stdout(io.StringIO()):
+        with progress_bar(f"average precision of {name}", None), redirect_stdout(io.StringIO()):
             # loadRes needs at least one detection
             detections = truth.loadRes(part) if part else coco_of(truth.dataset | {"annotations": []})
             evaluation = COCOeval(truth, detections, iouType=kind)
