@@ -145,13 +145,9 @@ class FittedViews:
 def unpack(views: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]], list[Target]]:
     """What `TrainingViews` packed, on its device: pixels (N, S, S, 3), visible sizes, and each image's objects."""
     pixels, sizes, boxes, labels, bits = views
-    side = pixels.shape[1]
     shifts = torch.arange(7, -1, -1, device=bits.device, dtype=torch.uint8)
-    visible, targets, start = [], [], 0
-    for height, width, count in sizes.tolist():
-        own = slice(start, start + count)
-        masks = (bits[own, :, :, None] >> shifts & 1).flatten(2)[:, :, :side]
-        visible.append((height, width))
-        targets.append({"boxes": boxes[own], "labels": labels[own], "masks": masks})
-        start += count
-    return pixels, visible, targets
+    masks = (bits[..., None] >> shifts & 1).flatten(2)[:, :, : pixels.shape[1]]
+    counts = sizes[:, 2].tolist()
+    parts = zip(torch.split(boxes, counts), torch.split(labels, counts), torch.split(masks, counts), strict=True)
+    targets = [{"boxes": box, "labels": label, "masks": mask} for box, label, mask in parts]
+    return pixels, [(height, width) for height, width, _ in sizes.tolist()], targets
