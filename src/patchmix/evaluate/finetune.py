@@ -60,7 +60,7 @@ def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
             parts = [Part(task.data.train, positions) for positions in task.draws()]
             tasks = [replace(task, data=replace(task.data, train=part)) for part in parts]
         found, images, record, details = zip(*(_train_and_test(settings, each) for each in tasks), strict=True)
-        return task.result_over_draws("finetune", found, images[0], record[0], details[0] if len(tasks) == 1 else {})
+        return task.result("finetune", found, images[0], record[0], details[0] if len(tasks) == 1 else {})
 
 
 def _train_and_test(

@@ -78,7 +78,7 @@ def knn_of(task: Task) -> Result:
     if blocks:
         best = max(blocks, key=lambda block: sum(metrics[f"top1 of block {block}"] for metrics in found))
         details = {"best_block": best, "best": "chosen on the test images"}
-    return task.result_over_draws("knn", found, len(truth), record, details)
+    return task.result("knn", found, len(truth), record, details)
 
 
 def chosen_blocks(layers: Sequence[str | int], depth: int) -> list[int]:

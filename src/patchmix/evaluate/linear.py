@@ -74,7 +74,7 @@ def linear_of(task: protocol.Task) -> Result:
     details = {} if more else details
     if "best_epoch" in details:
         details["best"] = "chosen on the test images"
-    return task.result_over_draws(name, metrics, len(test.vectors), record, details)
+    return task.result(name, metrics, len(test.vectors), record, details)
 
 
 def usual_base_lr(dim: int) -> float:

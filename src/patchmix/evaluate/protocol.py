@@ -80,19 +80,6 @@ class Task:
         assert labels is not None
         return to_float(images, self.backbone.mean, self.backbone.std), labels
 
-    def result(
-        self, protocol: str, metrics: Metrics, images: int, settings: Values, details: Values, intervals: Values
-    ) -> Result:
-        """The result, also written to results.jsonl; every process gets it. intervals: see `Result`."""
-        whose = encoder_name(self.backbone), self.digest
-        if getattr(self.settings, "pool", None) == "pixels":
-            whose = RAW_PIXELS, RAW_PIXELS
-        origin = str(self.settings.data), self.data.fingerprint(), *whose
-        result = Result(protocol, metrics, images, *origin, settings, details, intervals)
-        if self.out is not None and distributed.is_main():
-            append_result(self.out, result)
-        return result
-
     def draws(self) -> list[npt.NDArray[np.int64]]:
         """Positions of the training images to use: all of them, or several draws of few."""
         few = self.settings
@@ -102,21 +89,28 @@ class Task:
         how: Values = {"shots": few.shots, "fraction": few.fraction, "seed": few.seed}
         return [few_labels(self.data.train, **how, draw=draw) for draw in range(few.draws)]
 
-    def result_over_draws(
-        self, protocol: str, found: Sequence[Metrics], images: int, settings: Values, details: Values
+    def result(
+        self, protocol: str, found: Sequence[Metrics], images: int, settings: Values, details: Values, **more: Any
     ) -> Result:
-        """`result` of the metrics of each draw: their means with intervals, under a name of its own."""
-        few = self.settings
-        assert isinstance(few, FewLabels)
-        if not wants_few_labels(few):
-            return self.result(protocol, found[0], images, settings, details, {})
-        labels = f"{100 * few.fraction:g}%" if few.fraction is not None else f"{few.shots}-shot"
-        settings |= {"shots": few.shots, "fraction": few.fraction, "draws": few.draws, "seed": few.seed}
-        details |= {"top1_of_draws": [metrics["top1"] for metrics in found]}
-        means = {name: mean_over_draws([metrics[name] for metrics in found], images) for name in found[0]}
-        metrics = {name: mean for name, (mean, _) in means.items()}
-        intervals = {name: interval for name, (_, interval) in means.items()}
-        return self.result(f"{protocol}@{labels}", metrics, images, settings, details, intervals)
+        """The result, also written to results.jsonl; every process gets it.
+
+        found: the metrics, or those of each draw of few labels: their means, under a name of its own.
+        """
+        few, metrics, whose = self.settings, found[0], (encoder_name(self.backbone), self.digest)
+        if isinstance(few, FewLabels) and wants_few_labels(few):
+            protocol += f"@{few.shots}-shot" if few.fraction is None else f"@{100 * few.fraction:g}%"
+            settings |= {"shots": few.shots, "fraction": few.fraction, "draws": few.draws, "seed": few.seed}
+            details |= {"top1_of_draws": [each["top1"] for each in found]}
+            means = {name: mean_over_draws([each[name] for each in found], images) for name in metrics}
+            metrics = {name: mean for name, (mean, _) in means.items()}
+            more["intervals"] = {name: interval for name, (_, interval) in means.items()}
+        if getattr(few, "pool", None) == "pixels":
+            whose = RAW_PIXELS, RAW_PIXELS
+        origin = str(few.data), self.data.fingerprint(), *whose
+        result = Result(protocol, metrics, images, *origin, settings, details, **more)
+        if self.out is not None and distributed.is_main():
+            append_result(self.out, result)
+        return result
 
 
 @contextmanager

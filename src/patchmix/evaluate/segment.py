@@ -238,7 +238,7 @@ def result_of(task: Task, protocol: str, counts: Tensor, record: dict[str, Any])
         for name, found, truth, predicted in columns
         if truth
     ]
-    return task.result(protocol, metrics, len(counts), record, {"classes": classes}, bootstrap(counts))
+    return task.result(protocol, [metrics], len(counts), record, {"classes": classes}, intervals=bootstrap(counts))
 
 
 # ------------------------------------------------------------------------------------------------------- fast protocol
