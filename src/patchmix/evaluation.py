@@ -159,28 +159,10 @@ def open_set(name: str, settings: Evaluate, in_chans: int) -> DataSet:
 # ----------------------------------------------------------------------------------------------------------- evaluation
 
 
-@dataclass(frozen=True)
-class Job:
-    """One protocol for one encoder and dataset."""
-
-    protocol: str  # a key of TITLES
-    task: Task
-    run: Callable[[Task], Result]
-    name: str  # of the protocol in results
-    settings: dict[str, Any]  # that a known result must have
-
-    def finds(self, known: Sequence[Result]) -> Result | None:
-        settings = self.task.extractor().record() | self.settings
-        return known_result(known, self.name, self.task.data.fingerprint(), self.task.digest, settings)
-
-    def sources(self) -> list[Any]:
-        """Whose features it needs."""
-        parts = self.task.data.train, self.task.data.test
-        return [part.images if isinstance(part, Masked) else part for part in parts]
-
-
-def jobs_of(settings: Evaluate, entry: Entry, data: DataSet, device: torch.device) -> Iterator[Job]:
-    """All that applies: pixels have no tokens to attend to or to segment by."""
+def evaluate_one(
+    settings: Evaluate, entry: Entry, data: DataSet, known: Sequence[Result], device: torch.device, console: Console
+) -> list[Score]:
+    """The scores of one encoder on one dataset, by all protocols that apply; what is not known is evaluated."""
     pixels, memory = entry.digest == RAW_PIXELS, dict[Path, Features]()
     pool: Any = "pixels" if pixels else "token"
     seed: dict[str, Any] = {"seed": settings.seed}
@@ -188,42 +170,40 @@ def jobs_of(settings: Evaluate, entry: Entry, data: DataSet, device: torch.devic
     quick: dict[str, Any] = {"protocol": "fast", "workers": settings.workers}
     fast = partial(Linear, "", data.name, **quick)
     masks = Segment("", Path(data.name), ignore_index=settings.ignore_index, **seed, **quick)
-    jobs: list[tuple[str, Any, Callable[[Task], Result], str, dict[str, Any]]] = [
-        ("knn", Knn("", data.name, pool=pool, workers=settings.workers), knn_of, "knn", {"temperature": TEMPERATURE}),
-        ("linear", fast(pool=pool, **seed), linear_of, "linear-fast", seed),
-        ("few-shot", fast(pool=pool, **few), linear_of, f"linear-fast@{settings.shots}-shot", few),
-        ("attentive", fast(pool="attentive", **seed), linear_of, "attentive", seed),
-        ("segment", masks, segment_fast_of, "segment-fast", seed | {"ignore_index": [*settings.ignore_index]}),
-    ]
-    for protocol, own, run, name, known in jobs[:3] if pixels else jobs:
-        labeled = data.masked if protocol == "segment" else data.labeled
-        if labeled is not None and protocol in (settings.protocols or TITLES):
-            task = Task(own, entry.backbone, entry.digest, labeled, device, settings.out, memory)
-            yield Job(protocol, task, run, name, known)
-
-
-def evaluate_one(
-    settings: Evaluate, entry: Entry, data: DataSet, known: Sequence[Result], device: torch.device, console: Console
-) -> list[Score]:
-    """The scores of one encoder on one dataset; what is not known is evaluated."""
+    # What to run, the protocol's name in results, and settings that a known result must have.
+    jobs: dict[str, tuple[Any, Callable[[Task], Result], str, dict[str, Any]]] = {
+        "knn": (Knn("", data.name, pool=pool, workers=settings.workers), knn_of, "knn", {"temperature": TEMPERATURE}),
+        "linear": (fast(pool=pool, **seed), linear_of, "linear-fast", seed),
+        "few-shot": (fast(pool=pool, **few), linear_of, f"linear-fast@{settings.shots}-shot", few),
+        "attentive": (fast(pool="attentive", **seed), linear_of, "attentive", seed),
+        "segment": (masks, segment_fast_of, "segment-fast", seed | {"ignore_index": [*settings.ignore_index]}),
+    }
     found: dict[str, Result] = {}
-    missing: list[Job] = []
+    missing: dict[str, Task] = {}
     wanted: dict[str, tuple[Any, list[str]]] = {}  # by fingerprint: protocols share images
-    for job in jobs_of(settings, entry, data, device):
-        extractor = job.task.extractor()
-        if extractor.pool == "patches" and max(map(extractor.patch_bytes, job.sources())) > MOST_BYTES:
-            console.print(f"{data.name} has too many patch tokens for {job.protocol}; it is skipped", soft_wrap=True)
-        elif (result := job.finds(known)) is not None:
-            found[job.protocol] = result
+    for protocol, (own, _, name, needed) in jobs.items():
+        labeled = data.masked if protocol == "segment" else data.labeled
+        tokens = protocol in ("attentive", "segment")  # which pixels don't have
+        if labeled is None or protocol not in (settings.protocols or TITLES) or (pixels and tokens):
+            continue
+        task = Task(own, entry.backbone, entry.digest, labeled, device, settings.out, memory)
+        extractor = task.extractor()
+        sources: list[Any] = [
+            each.images if isinstance(each, Masked) else each for each in (labeled.train, labeled.test)
+        ]
+        if tokens and max(map(extractor.patch_bytes, sources)) > MOST_BYTES:
+            console.print(f"{data.name} has too many patch tokens for {protocol}; it is skipped", soft_wrap=True)
+        elif result := known_result(known, name, labeled.fingerprint(), task.digest, extractor.record() | needed):
+            found[protocol] = result
         else:
-            missing.append(job)
-            for source in job.sources():
+            missing[protocol] = task
+            for source in sources:
                 wanted.setdefault(source.fingerprint(), (source, []))[1].append(extractor.pool)
     for source, pools in wanted.values():
-        missing[0].task.extractor().all_features(source, list(dict.fromkeys(pools)))
-    for job in missing:
-        console.print(f"{entry.name} on {data.name}: {title(job.protocol, settings)}", style="dim", soft_wrap=True)
-        found[job.protocol] = job.run(job.task)
+        next(iter(missing.values())).extractor().all_features(source, list(dict.fromkeys(pools)))
+    for protocol, task in missing.items():
+        console.print(f"{entry.name} on {data.name}: {title(protocol, settings)}", style="dim", soft_wrap=True)
+        found[protocol] = jobs[protocol][1](task)
     return [Score(data.name, entry, each, found[each]) for each in TITLES if each in found]
 
 
