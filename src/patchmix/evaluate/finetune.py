@@ -83,11 +83,8 @@ def _train_and_test(
         model = classifier(task.backbone, data.classes, drop_path=settings.drop_path)
     method = FinetuneMethod(model, data.classes, settings).to(task.device).train()
     last, folder = _train(method, task, record)
-    details: dict[str, Any] = {
-        "best_epoch": last["best_top1_epoch"],
-        "best_ema_epoch": last["best_ema_top1_epoch"],
-        "best": "chosen on the test images",
-    }
+    details: dict[str, Any] = {"best_epoch": last["best_top1_epoch"], "best_ema_epoch": last["best_ema_top1_epoch"]}
+    details["best"] = "chosen on the test images"
     if folder is not None:
         name, arguments = timm_arguments(shape)
         details["timm"] = {"model_name": name, **arguments, "num_classes": data.classes}

@@ -94,7 +94,7 @@ class Task:
     ) -> Result:
         """The result, also written to results.jsonl; every process gets it.
 
-        found: the metrics, or those of each draw of few labels: their means, under a name of its own.
+        found: the metrics, or those of each draw of few labels: their means, under a name of its own. more: intervals.
         """
         few, metrics, whose = self.settings, found[0], (encoder_name(self.backbone), self.digest)
         if isinstance(few, FewLabels) and wants_few_labels(few):
