@@ -13,11 +13,11 @@ import torch
 from benchmarks.plain import PlainPatchMix, PlainViT, plain_optimizer
 from benchmarks.products import Products
 from patchmix import build
-from patchmix.config import Config
+from patchmix.config import Config, ModelConfig
 from patchmix.nn.vit import HEADS
 from patchmix.recipes import start
 from patchmix.study.bench import Gemm, Phases, RepeatedStep, peak_bytes, resident_bytes
-from patchmix.study.flops import count_flops, sizes_of
+from patchmix.study.flops import count_flops, shape_of
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def ours(what: dict[str, Any]) -> Callable[[Answer], Answer]:
     before = resident_bytes()
     config = recipe(what)
     method = build.build_method(config).train()
-    views = random_views(sizes_of(what["model"]).image_size, what["batch"])
+    views = random_views(shape_of(ModelConfig(what["model"])).image_size, what["batch"])
     iterate = RepeatedStep(method, views, build.build_plan(config, steps_per_epoch=1000, device=CPU))
     phases = iterate.time_phases() if what.get("phases") else None
     products = Products()
@@ -76,7 +76,7 @@ def plain(what: dict[str, Any]) -> Callable[[Answer], Answer]:
     """The plain baseline's step, from the same weights."""
     before = resident_bytes()
     config = recipe(what)
-    sizes = sizes_of(what["model"])
+    sizes = shape_of(ModelConfig(what["model"]))
     heads = HEADS[what["model"].split("_")[1]]
     encoder = PlainViT(
         sizes.image_size, sizes.patch_size, sizes.dim, sizes.depth, heads, drop_path=config.model.drop_path

@@ -13,8 +13,9 @@ from typing import Any
 
 from benchmarks.children import children
 from benchmarks.result import Result, ratio
+from patchmix.config import ModelConfig
 from patchmix.study.bench import Spread, in_turns
-from patchmix.study.flops import method_flops, sizes_of
+from patchmix.study.flops import method_flops, shape_of
 
 CASES = {"T/2": ("vit_tiny_patch2_32", 64, 0.75), "S/16": ("vit_small_patch16_224", 8, 0.80)}
 
@@ -26,7 +27,7 @@ def run(quick: bool = False) -> Iterator[Result]:
 
 
 def compare(case: str, model: str, batch: int, share: float, rounds: int) -> list[Result]:
-    flops = method_flops("patchmix", sizes_of(model), batch=batch, attention=True)
+    flops = method_flops("patchmix", shape_of(ModelConfig(model)), batch=batch, attention=True)
     common: dict[str, Any] = {"model": model, "batch": batch, "allocator": "kept"}
     phases_of: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
     with children(

@@ -26,7 +26,6 @@ from patchmix.report.ablation_table import (
     AblationRun,
     AblationTable,
     choose_rows,
-    masked_weights,
     print_table,
     rows_of,
     write_table,
@@ -82,15 +81,12 @@ def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
     return table
 
 
-# --------------------------------------------------------------------------------------------------- configuration
-
-
 def row_configs(settings: Ablate, rows: Sequence[AblationRow]) -> dict[str, Config]:
     """What `patchmix pretrain` would be configured with for each row, by the row's name."""
     run, epochs = settings.run, settings.run.train.epochs
     begin = partial(start, settings.recipe, config=settings.config, model=run.model.name)
     changed = changes(begin(method=run.method.name, epochs=epochs), run)  # what the user set
-    varied = {"seed": "--seeds", **dict.fromkeys(VARIED[settings.ablation], "--rows")}
+    varied = {"seed": "--seeds", **dict.fromkeys(VARIED.get(settings.ablation, ()), "--rows")}
     for name, instead in varied.items():
         if name in changed:
             raise ValueError(f"{name} is what ablation {settings.ablation!r} varies; choose with {instead}")
@@ -108,10 +104,11 @@ def row_configs(settings: Ablate, rows: Sequence[AblationRow]) -> dict[str, Conf
         config = config.replace(**row.settings, **own.get(row.name, {}))
         if row.length != 1.0 and minutes is not None:
             config = config.replace(budget=f"{minutes * row.length:g}min")
-        if row.terms is not None:
-            if len(getattr(config.method.options, "weights", ())) != 3:
+        if settings.ablation == "terms":
+            weights = getattr(config.method.options, "weights", ())
+            if len(weights) != 3:
                 raise ValueError(f"method {method} has no terms to leave out; use --method patchmix")
-            config = config.replace(weights=masked_weights(config.method.options.weights, row.terms))
+            config = config.replace(weights=tuple(w * stays for w, stays in zip(weights, row.terms, strict=True)))
         configs[row.name] = config
     return configs
 
@@ -141,9 +138,6 @@ def describe(config: Config, row: AblationRow) -> str:
     return f"{model}, recipe {config.recipe}, batch {config.train.batch_size}, {length}"
 
 
-# ------------------------------------------------------------------------------------------------- what is there
-
-
 def check_found(folder: Path, config: Config, fingerprint: str) -> None:
     """A ValueError if the folder holds a run with another configuration or other data."""
     last = Checkpoints(folder / "checkpoints").last
@@ -153,9 +147,8 @@ def check_found(folder: Path, config: Config, fingerprint: str) -> None:
     changed = differences(found, completed(config, found))
     other_images = last is not None and load_checkpoint(last).get("data") != fingerprint
     if other_images or (last is None and found.data.path != config.data.path):
-        changed.append(
-            f"data.path: {found.data.path} → {config.data.path}" + (", other images" if other_images else "")
-        )
+        note = ", other images" if other_images else ""
+        changed.append(f"data.path: {found.data.path} → {config.data.path}{note}")
     if changed:
         raise ValueError(
             f"{folder} holds a run with another configuration ({'; '.join(changed)}); choose another --out, "
@@ -176,8 +169,7 @@ def train_and_evaluate(
         except NonFiniteLoss as error:
             console.print(f"failed: {error}", style="bold red", soft_wrap=True, markup=False)
             return dataclasses.replace(run, failure=str(error))
-    metrics = read_metrics(folder / "metrics.jsonl")
-    last: dict[str, dict[str, Any]] = {row["kind"]: row for row in metrics}
+    last: dict[str, dict[str, Any]] = {row["kind"]: row for row in read_metrics(folder / "metrics.jsonl")}
     steps, health = last.get("train"), last.get("monitor", {})
     return dataclasses.replace(
         run,
@@ -187,9 +179,6 @@ def train_and_evaluate(
         results={} if labeled is None else evaluate(Run(folder), labeled, data, config),
         health={key: value for key, value in health.items() if key not in ("kind", "step", "epoch")},
     )
-
-
-# ----------------------------------------------------------------------------------------------------------- evaluation
 
 
 def open_test_data(test_data: str | Path | None, data: str | Path, console: Console, in_chans: int) -> Labeled | None:
@@ -213,15 +202,12 @@ def evaluate(run: Run, labeled: Labeled, data: str, config: Config) -> dict[str,
     common = {"layer": LAYERS["token"], "resize": usual_resize(backbone.architecture.image_size)}
     knn = {"k": HEADLINE_K if HEADLINE_K in ks else ks[0], "temperature": TEMPERATURE, **common}
     linear = {"epochs": float(usual_epochs(len(tested.train))), "seed": 0, **common}
-    asked = {"knn": (labeled.fingerprint(), knn), "linear-fast": (tested.fingerprint(), linear)}
-    stored, weights, results = read_results(run.path), backbone.digest(), {}
-    for protocol, (fingerprint, settings) in asked.items():
-        if (found := known_result(stored, protocol, fingerprint, weights, settings)) is not None:
-            results[protocol] = found
+    stored, weights = read_results(run.path), backbone.digest()
+    known_knn = known_result(stored, "knn", labeled.fingerprint(), weights, knn)
+    known_linear = known_result(stored, "linear-fast", tested.fingerprint(), weights, linear)
     distributed.barrier()  # all have read before one writes
     options = {"device": config.runtime.device, "workers": config.runtime.workers}
-    if "knn" not in results:
-        results["knn"] = run.knn(data, **options)
-    if "linear-fast" not in results:
-        results["linear-fast"] = run.linear(data, protocol="fast", **options)
-    return results
+    return {
+        "knn": known_knn or run.knn(data, **options),
+        "linear-fast": known_linear or run.linear(data, protocol="fast", **options),
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -140,5 +139,5 @@ def test_two_processes_equal_one_with_twice_the_batch(
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_plan_knows_the_bytes_between_processes(name: str, two: dict[str, Any]) -> None:
-    traffic = asdict(traffic_of(planned(name), 4, 2, low=False))
+    traffic = traffic_of(planned(name), 4, 2, low=False)
     assert traffic.pop("gradients") and two["bytes"][name] == traffic

@@ -17,6 +17,7 @@ from patchmix.report.curves import (
     smooth,
 )
 from patchmix.settings import ShowCurves
+from patchmix.study.doctor import loss_terms
 
 ROWS = [
     {"kind": "monitor", "step": 0, "epoch": 0.0, "knn": 0.1, "rank": 5.0},
@@ -31,16 +32,16 @@ ROWS = [
 
 def test_axes() -> None:
     history = History("a", ROWS, batch_size=32, flops_per_image=2e9)
-    assert history.points("knn") == ([0.0, 1.25], [0.1, 0.4])
-    assert history.points("knn", "images")[0] == [0, 160]
-    assert history.points("knn", "hours")[0] == pytest.approx([0, 0.05])  # between steps 4 and 6: 180 s
-    assert history.points("oto", "flops")[0] == [32 * s * 2e9 for s in (2, 4, 6)]
-    assert history.points("rank")[1] == [5.0]
-    plain = History("b", ROWS)
-    with pytest.raises(ValueError, match="batch size"):
-        plain.points("knn", "images")
+    curves = {panel["key"]: panel["series"][0] for panel in curves_data([history])["panels"]}
+    assert (curves["knn"]["x"]["epochs"], curves["knn"]["y"]) == ([0.0, 1.25], [10, 40])
+    assert curves["knn"]["x"]["images"] == [0, 160]
+    assert curves["knn"]["x"]["hours"] == pytest.approx([0, 0.05])  # between steps 4 and 6: 180 s
+    assert curves["oto"]["x"]["flops"] == [32 * s * 2e9 for s in (2, 4, 6)]
+    assert curves["rank"]["y"] == [5.0]
+    with pytest.raises(ValueError, match="with its batch size; choose the axis among epochs, hours"):
+        curves_figure([History("b", ROWS)], axis="images")
     with pytest.raises(ValueError, match="FLOPs per image"):
-        History("b", ROWS, batch_size=32).points("knn", "flops")
+        curves_figure([History("b", ROWS, batch_size=32)], axis="flops")
 
 
 def test_smoothing_starts_at_the_first_value_and_keeps_constants() -> None:
@@ -65,7 +66,7 @@ def test_runs_are_overlaid_with_chance_and_floor() -> None:
 
 def test_real_run_and_mistakes(run: Path, tmp_path: Path) -> None:
     history = read_history(run)
-    assert history.batch_size == 32 and history.terms == ["oto", "mto", "region"]
+    assert history.batch_size == 32 and loss_terms(history.rows) == ["oto", "mto", "region"]
     drawn = {panel["key"] for panel in curves_data([history])["panels"]}
     assert drawn >= {"oto", "mto", "region", "knn", "rank", "lr", "weight_decay", "momentum"}
     assert history.flops_per_image is not None and history.flops_per_image > 1e6

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from patchmix.data.sources import open_source
 from patchmix.evaluate import knn
 from patchmix.interop.loading import load_backbone
-from patchmix.report.gallery import load_gallery
+from patchmix.report.gallery import Gallery, load_gallery
 from patchmix.report.neighbors import (
     LINES,
     pack_explorer,
@@ -36,6 +37,11 @@ from patchmix.settings import ShowMap, ShowNeighbors, ShowSimilarity
 def knn_ranking(vectors: torch.Tensor, k: int) -> torch.Tensor:
     unit = torch.nn.functional.normalize(vectors, dim=1)
     return knn.nearest(vectors, unit, k, first=0)[1]
+
+
+def gallery_of(labels: torch.Tensor | None, *vectors: torch.Tensor) -> Gallery:
+    runs = list(zip(("first", "second"), vectors, strict=False))
+    return Gallery(open_source("shapes:64", progress=False), list(range(len(vectors[0]))), labels, runs)
 
 
 def test_normalized_similarity_is_the_papers() -> None:
@@ -72,32 +78,27 @@ def test_keys_are_of_the_same_a_related_and_other_classes() -> None:
     angles = torch.tensor([0.0, 0.3, 1.2, 2.0, 2.8]).repeat_interleave(4)  # class 1 is nearest to class 0
     vectors = torch.stack([angles.cos(), angles.sin()], dim=1) + 0.01 * torch.randn(20, 2)
     labels = torch.arange(5).repeat_interleave(4)
-    chosen = choose_keys(0, labels, [vectors])
-    assert [int(labels[key]) for key, kind in zip(chosen.keys, chosen.kinds, strict=True) if "other" not in kind] == [
-        *(1, 0, 1)
-    ]
-    assert chosen.kinds[len(chosen.kinds) // 2] == "same class" and 0 not in chosen.keys
-    assert {int(labels[key]) for key in chosen.keys} == {0, 1, 2, 3, 4}
-    given = choose_keys(0, labels, [vectors], related=3)
-    assert [int(labels[k]) for k, kind in zip(given.keys, given.kinds, strict=True) if kind == "related class"] == [
-        3,
-        3,
-    ]
+    gallery = gallery_of(labels, vectors)
+    chosen = choose_keys(0, gallery)
+    assert [int(labels[key]) for key, kind in chosen.items() if "other" not in kind] == [1, 0, 1]
+    assert [*chosen.values()][len(chosen) // 2] == "same class" and 0 not in chosen
+    assert {int(labels[key]) for key in chosen} == {0, 1, 2, 3, 4}
+    given = choose_keys(0, gallery, related=3)
+    assert [int(labels[key]) for key, kind in given.items() if kind == "related class"] == [3, 3]
     with pytest.raises(ValueError, match="related class 0"):
-        choose_keys(0, labels, [vectors], related=0)
-    assert set(choose_keys(3, None, [vectors]).kinds) == {"key"}
+        choose_keys(0, gallery, related=0)
+    assert set(choose_keys(3, gallery_of(None, vectors)).values()) == {"key"}
 
 
 def test_bars_of_each_run_stand_beside_the_keys() -> None:
-    a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
-    pictures = {i: np.zeros((8, 8, 3), np.uint8) for i in range(4)}
-    comparison = describe_keys(0, [1, 2, 3], torch.tensor([0, 0, 1, 1]))
-    figure = similarity_figure([comparison], pictures, [("first", a), ("second", a.flip(1) + 1)])
+    a, labels = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]), torch.tensor([0, 0, 1, 1])
+    keys = describe_keys(0, [1, 2, 3], labels)
+    figure = similarity_figure(gallery_of(labels, a, a.flip(1) + 1), {0: keys})
     panels = [axis for axis in figure.axes if axis.get_title() in ("first", "second")]
     heights = [[bar.get_height() for bar in axis.patches] for axis in panels]
     assert heights[0] == pytest.approx([1.0, math.exp(-0.2 / 0.07), math.exp(-1 / 0.07)])
     assert heights[1][0] == pytest.approx(1.0) and heights[1][1] > heights[0][1]
-    assert comparison.kinds == ("same class", "another class", "another class")
+    assert keys == {1: "same class", 2: "another class", 3: "another class"}
     colors = [bar.get_facecolor() for bar in panels[0].patches]
     assert colors[0] != colors[1] == colors[2]
 

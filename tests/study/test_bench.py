@@ -55,7 +55,7 @@ def test_the_rate_of_products_is_that_of_the_best(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bench, "GEMM_SHAPES", [(4, 5, 6), (2, 3, 4)])
     times = iter([0.5, 0.25, 0.5, 0.5])
     monkeypatch.setattr(bench, "seconds", lambda product, device: product() is not None and next(times))
-    assert Gemm(CPU).rate(repeats=2) == 2 * 4 * 5 * 6 / 0.25
+    assert Gemm(CPU).rate() == 2 * 4 * 5 * 6 / 0.25
 
 
 @pytest.mark.parametrize("method", ["patchmix", "simclr"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -11,6 +12,7 @@ from patchmix.build import METHODS as REGISTERED
 from patchmix.build import build_weightless
 from patchmix.cli import main
 from patchmix.config import MethodConfig, ModelConfig
+from patchmix.interop.backbone import Architecture
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import create_encoder
 from patchmix.recipes import paper
@@ -19,7 +21,6 @@ from patchmix.study.flops import (
     MODELS,
     PAPER_GFLOPS,
     Iteration,
-    Sizes,
     config_flops,
     count_flops,
     encoder_flops,
@@ -27,20 +28,26 @@ from patchmix.study.flops import (
     flops_table,
     iteration,
     method_flops,
-    sizes_of,
+    shape_of,
 )
+
+
+def shape(image: int, patch: int, dim: int, depth: int, stem: str = "patch") -> Architecture:
+    return Architecture("vit", image, patch, 3, dim, depth, heads=1, stem=stem)
 
 
 def test_every_registered_method_has_a_cost() -> None:
     assert set(METHOD_OPTIONS) == set(REGISTERED)
     for method in REGISTERED:
-        assert iteration(method, Sizes(32, 2, 192, 12)).online_head > 0
+        assert iteration(method, shape(32, 2, 192, 12)).online_head > 0
 
 
 @pytest.mark.parametrize("method", ["patchmix", "sdmp", "mocov3"])
 @pytest.mark.parametrize("column", range(3))
 def test_the_papers_column_within_half_a_percent(method: str, column: int) -> None:
-    assert method_flops(method, sizes_of(MODELS[column])) / 1e9 == pytest.approx(PAPER_GFLOPS[method][column], rel=5e-3)
+    assert method_flops(method, shape_of(ModelConfig(MODELS[column]))) / 1e9 == pytest.approx(
+        PAPER_GFLOPS[method][column], rel=5e-3
+    )
 
 
 def test_dino_with_eight_crops_of_16_px_within_a_percent() -> None:
@@ -54,14 +61,14 @@ def test_dino_with_eight_crops_of_16_px_within_a_percent() -> None:
 def test_ibots_rows_of_the_paper_have_no_setting_in_common() -> None:
     """T and S are one number of encoder passes, B is another: the claim beside PAPER_CROPS."""
     passes = [
-        gflops * 1e9 / (2 * encoder_flops(sizes_of(model)))
+        gflops * 1e9 / (2 * encoder_flops(shape_of(ModelConfig(model))))
         for model, gflops in zip(MODELS, PAPER_GFLOPS["ibot"], strict=True)
     ]
     assert passes == pytest.approx([26.16, 26.17, 23.07], abs=0.01)
     assert max(abs(row.difference or 1.0) for row in flops_table(Flops("ibot"))) < 0.09
 
 
-def patchmix_flops(sizes: Sizes, *, batch: int, attention: bool) -> int:
+def patchmix_flops(sizes: Architecture, *, batch: int, attention: bool) -> int:
     """Two online passes forward and backward, three momentum passes forward."""
     hidden, out = 4096, 256
     key = encoder_flops(sizes, attention=attention) + 2 * (sizes.dim * hidden + hidden * hidden + hidden * out)
@@ -72,7 +79,7 @@ def patchmix_flops(sizes: Sizes, *, batch: int, attention: bool) -> int:
 def test_the_general_form_contains_patchmix() -> None:
     for model in MODELS:
         for attention in (False, True):
-            sizes = sizes_of(model)
+            sizes = shape_of(ModelConfig(model))
             expected = patchmix_flops(sizes, batch=3, attention=attention)
             assert method_flops("patchmix", sizes, batch=3, attention=attention) == expected
 
@@ -88,19 +95,21 @@ def test_the_general_form_contains_patchmix() -> None:
     ],
 )
 def test_parameters_are_those_of_table_backbone(model: str, millions: float) -> None:
-    assert sizes_of(model).parameters / 1e6 == pytest.approx(millions, rel=5e-3)
+    assert flops_table(Flops("simclr", model))[0].parameters / 1e6 == pytest.approx(millions, rel=5e-3)
 
 
 def test_sizes_follow_the_image() -> None:
-    assert sizes_of("vit_small_patch16_224", image_size=96) == Sizes(96, 16, 384, 12)
-    assert sizes_of("vit_small_patch16_224", patch_size=8).patches == 28 * 28
+    model = ModelConfig("vit_small_patch16_224")
+    assert shape_of(dataclasses.replace(model, image_size=96)) == Architecture(model.name, 96, 16, 3, 384, 12, 6)
+    assert shape_of(dataclasses.replace(model, patch_size=8)).patches == 28 * 28
+    assert shape_of(dataclasses.replace(model, dim=48, depth=2, stem="conv")).stem == "conv"
 
 
 @pytest.mark.parametrize(("stem", "first"), [("patch", 2 * 16 * 3 * 16 * 32), ("conv", 2 * 64 * 3 * 9 * 16)])
 def test_the_encoder_as_torch_counts_it(stem: str, first: int) -> None:
     """first: the layer that sees the image, whose gradient nobody needs."""
     encoder = create_encoder("vit_tiny_patch4_16", dim=32, depth=2, heads=2, stem=stem)
-    sizes = Sizes(16, 4, 32, 2, stem=stem)
+    sizes = shape(16, 4, 32, 2, stem=stem)
 
     class Forward(torch.nn.Module):
         def __init__(self) -> None:
@@ -143,7 +152,7 @@ def test_the_closed_form_is_what_runs(method: str) -> None:
         "local_crops": 2,
         "local_size": 16,
     }
-    expected = method_flops(method, Sizes(32, 2, 48, 2), options=heads, **as_it_runs)
+    expected = method_flops(method, shape(32, 2, 48, 2), options=heads, **as_it_runs)
     # Left out of the closed form: similarities between embeddings, weight gradients of constants, image gradients.
     assert counted == pytest.approx(expected, rel=0.01), counted / expected
     assert all(p.grad is None for p in built.parameters())
@@ -175,8 +184,8 @@ def test_the_closed_form_follows_the_methods_options(method: str) -> None:
     built = REGISTERED[method](encoder, METHOD_OPTIONS[method](**options, **frozen)).train()
     counted = sum(count_flops(built, [torch.randn(2, 3, 32, 32) for _ in range(2)]))
     as_it_runs: dict[str, Any] = {"batch": 2, "attention": True, "class_token": True}
-    assert method_flops(method, Sizes(32, 4, 48, 2), options=options, **as_it_runs) == pytest.approx(counted, rel=0.02)
-    assert method_flops(method, Sizes(32, 4, 48, 2), **as_it_runs) != pytest.approx(counted, rel=0.05)
+    assert method_flops(method, shape(32, 4, 48, 2), options=options, **as_it_runs) == pytest.approx(counted, rel=0.02)
+    assert method_flops(method, shape(32, 4, 48, 2), **as_it_runs) != pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +207,7 @@ def test_the_closed_form_knows_directions_shares_and_dropout(options: dict[str, 
     built.drop_tokens(dropout)
     counted = sum(count_flops(built, [torch.randn(8, 3, 32, 32) for _ in range(2)]))
     as_it_runs: dict[str, Any] = {"batch": 8, "attention": True, "class_token": True, "token_dropout": dropout}
-    expected = method_flops("patchmix", Sizes(32, 4, 48, 2), options=options, **as_it_runs)
+    expected = method_flops("patchmix", shape(32, 4, 48, 2), options=options, **as_it_runs)
     assert expected == pytest.approx(counted, rel=0.03)
 
 
@@ -234,7 +243,7 @@ def test_what_torch_counts_without_computing(method: str) -> None:
         local_size=32,
     )
     expected = method_flops(
-        method, Sizes(64, 16, 192, 12), attention=True, class_token=True, local_crops=2, local_size=32
+        method, shape(64, 16, 192, 12), attention=True, class_token=True, local_crops=2, local_size=32
     )
     assert sum(count_flops(built, views)) == pytest.approx(expected, rel=0.03)
 
@@ -252,5 +261,5 @@ def test_the_command_counts(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_method_is_named() -> None:
     with pytest.raises(ValueError, match="method is 'mocov4'; FLOPs are known for patchmix"):
-        iteration("mocov4", Sizes(32, 2, 192, 12))
-    assert isinstance(iteration("dino", Sizes(32, 2, 192, 12)), Iteration)
+        iteration("mocov4", shape(32, 2, 192, 12))
+    assert isinstance(iteration("dino", shape(32, 2, 192, 12)), Iteration)

@@ -14,10 +14,11 @@ from torch import Tensor
 from patchmix.build import METHODS, build_method, build_plan, build_weightless
 from patchmix.cli import from_keywords, main
 from patchmix.config import Config
+from patchmix.interop.backbone import Architecture
 from patchmix.recipes import PAPER_ROWS, start
 from patchmix.settings import Plan
 from patchmix.study.bench import RepeatedStep
-from patchmix.study.flops import Sizes, config_flops, config_sizes, count_flops, encoder_flops
+from patchmix.study.flops import config_flops, count_flops, encoder_flops, shape_of
 from patchmix.study.plan import HARDWARE, Memory, estimate, largest_batch, memory
 
 T2, S16, SMALL = ("paper", "vit_tiny_patch2_32"), ("paper", "vit_small_patch16_224"), ("fast", "vit_tiny_patch8_32")
@@ -26,7 +27,7 @@ T2, S16, SMALL = ("paper", "vit_tiny_patch2_32"), ("paper", "vit_small_patch16_2
 def step_flops(config: Config, n: int) -> int:
     """FLOPs of a PatchMix step of n images: the plan's, which leave out the similarities and count gradients of images,
     which nobody computes."""
-    flops, shape, options = config_flops(config), config_sizes(config), config.method.options
+    flops, shape, options = config_flops(config), shape_of(config.model), config.method.options
     assert flops is not None and config.method.name == "patchmix"
     oto, mto, mtm = options.weights
     plain, mixed, groups = _queries(config, n)
@@ -46,7 +47,7 @@ def _queries(config: Config, n: int) -> tuple[int, int, int]:
     return shares[0], shares[1], int(np.mean(options.num_mix))
 
 
-def _embedding(shape: Sizes) -> int:
+def _embedding(shape: Architecture) -> int:
     """The layer that sees the image."""
     one, two = (encoder_flops(dataclasses.replace(shape, in_chans=channels)) for channels in (1, 2))
     return shape.in_chans * (two - one)
@@ -68,7 +69,7 @@ def measured_peak(config: Config, n: int) -> int:
     come and go.
     """
     method = build_method(config).train()
-    side = config_sizes(config).image_size
+    side = shape_of(config.model).image_size
     plan = build_plan(config, steps_per_epoch=100, device=torch.device("cpu"))
     step = RepeatedStep(method, [torch.randn(n, 3, side, side) for _ in range(2)], plan)
     step()
@@ -108,14 +109,14 @@ def plan_of(**settings: Any) -> Plan[Any]:
 
 def test_hours_energy_and_data_follow_from_the_flops() -> None:
     found = estimate(plan_of(utilization=0.5))
-    seconds = found.flops_per_image * 1_281_167 * 300 / (8 * 312e12 * 0.5)
-    assert found.hours == pytest.approx(seconds / 3600)
-    assert found.kwh == pytest.approx(found.hours * 8 * 0.4)
-    assert found.images_per_second == pytest.approx(1_281_167 * 300 / seconds)
-    assert found.disk_gb == pytest.approx(138, rel=0.01)
+    seconds = found["flops_per_image"] * 1_281_167 * 300 / (8 * 312e12 * 0.5)
+    assert found["hours"] == pytest.approx(seconds / 3600)
+    assert found["kwh"] == pytest.approx(found["hours"] * 8 * 0.4)
+    assert found["images_per_second"] == pytest.approx(1_281_167 * 300 / seconds)
+    assert found["disk_gb"] == pytest.approx(138, rel=0.01)
     slower = estimate(plan_of(utilization=0.25))
-    assert slower.hours == pytest.approx(2 * found.hours) and slower.loader_cores == pytest.approx(
-        found.loader_cores / 2
+    assert slower["hours"] == pytest.approx(2 * found["hours"]) and slower["loader_cores"] == pytest.approx(
+        found["loader_cores"] / 2
     )
 
 
@@ -167,13 +168,13 @@ def test_the_tables_of_the_docs_are_what_the_command_says() -> None:
 
     for data, model, epochs, rest in rows:
         found = estimate(plan_of(data=data, model=model, epochs=float(epochs)))
-        largest = f"{found.largest_batch}; {found.largest_batch_recomputing}"
-        cells = [f"{found.flops:.2e}", f"{found.hours:.1f}", f"{found.kwh:.0f}"]
-        cells += [gb(found.memory, found.memory_recomputing), largest]
-        assert rest.split(" | ") == [*cells, f"{found.images_per_second:,.0f}", f"{found.loader_cores:.0f}"]
+        largest = f"{found['largest_batch']}; {found['largest_batch_recomputing']}"
+        cells = [f"{found['flops']:.2e}", f"{found['hours']:.1f}", f"{found['kwh']:.0f}"]
+        cells += [gb(found["memory"], found["memory_recomputing"]), largest]
+        assert rest.split(" | ") == [*cells, f"{found['images_per_second']:,.0f}", f"{found['loader_cores']:.0f}"]
     for gpus, hours, rest in re.findall(r"^\| (64|128|256|512) \| ([\d.]+) \| (.*) \|$", text, flags=re.MULTILINE):
         many: dict[str, Any] = {"data": "web", "images": 10**9, "image_kb": 100.0, "model": "vit_large_patch16_224"}
         found = estimate(plan_of(**many, gpus=f"{gpus}xH100-80GB", epochs=10.0, batch_size=4096))
-        cells = [gb(found.memory, found.memory_recomputing), f"{found.images_per_second:,.0f}"]
-        cells += [f"{8 * found.loader_cores / int(gpus):.0f}", f"{found.read_mb_s / 1000:.1f} GB/s"]
-        assert [hours, *rest.split(" | ")] == [f"{found.hours:.1f}", *cells, f"{found.traffic_share:.2f}"]
+        cells = [gb(found["memory"], found["memory_recomputing"]), f"{found['images_per_second']:,.0f}"]
+        cells += [f"{8 * found['loader_cores'] / int(gpus):.0f}", f"{found['read_mb_s'] / 1000:.1f} GB/s"]
+        assert [hours, *rest.split(" | ")] == [f"{found['hours']:.1f}", *cells, f"{found['traffic_share']:.2f}"]

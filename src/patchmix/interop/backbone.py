@@ -58,6 +58,10 @@ class Architecture:
         if any(type(number) is not int or number < 1 for number in numbers):
             raise ValueError(f"{self} has sizes that are not whole numbers above 0")
 
+    @property
+    def patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
     @staticmethod
     def of(name: str, encoder: VisionTransformer) -> "Architecture":
         blocks: Any = encoder.blocks

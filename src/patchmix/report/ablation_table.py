@@ -28,22 +28,16 @@ TITLES: dict[str, str] = {
     "epochs": "The effect of the length of training",
     "method": "Methods side by side",
 }
-TERMS = ("oto", "mto", "mtm")  # origin-to-origin, mix-to-origin, mix-to-mix: the order of method.weights
 # The settings that an ablation varies: a user can't set them for all rows.
-VARIED: dict[str, tuple[str, ...]] = {
-    "mix": ("mix", "region_weight"),
-    "num-mix": ("num_mix", "mix"),
-    "terms": (),
-    "epochs": (),
-    "method": ("method",),
-}
+VARIED = {"mix": ("mix", "region_weight"), "num-mix": ("num_mix", "mix"), "method": ("method",)}
 
 PROTOCOLS = {"knn": "kNN", "linear-fast": "linear"}  # protocol → its name in tables
 HEALTH = {"rank": "rank", "mean_cosine": "cosine"}  # where there are no labels
 MARKERS = "os^D"  # another one each time that the colors repeat
 
-
-Paper = dict[str, tuple[float | None, float | None]]  # data → linear, kNN in %; None: it did not converge
+# Linear and kNN accuracy in % on CIFAR-10, then on CIFAR-100; None: it did not converge.
+Paper = tuple[float | None, float | None, float, float]
+BASELINE, FULL = (89.8, 88.2, 66.0, 61.2), (96.0, 94.6, 78.7, 75.4)
 
 
 @dataclass(frozen=True)
@@ -53,78 +47,64 @@ class AblationRow:
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     method: str | None = None  # None: the recipe's
-    terms: tuple[str, ...] | None = None  # of the loss; None: all
+    terms: tuple[int, int, int] = (1, 1, 1)  # of the loss that stay, in the order of method.weights: oto, mto, mtm
     length: float = 1.0  # share of the longest training
-    paper: Paper = field(default_factory=dict)
-
-
-def _paper(c10_linear: float | None, c10_knn: float | None, c100_linear: float, c100_knn: float) -> Paper:
-    return {"cifar10": (c10_linear, c10_knn), "cifar100": (c100_linear, c100_knn)}
-
-
-_BASELINE, _FULL = _paper(89.8, 88.2, 66.0, 61.2), _paper(96.0, 94.6, 78.7, 75.4)
+    paper: Paper | None = None
 
 
 def _mix(name: str) -> dict[str, Any]:
     return {"mix": name, "region_weight": 0.0}  # only PatchMix has regions of whole patches
 
 
-# Table "mix". Its baseline has the numbers of M = 1 in Table "num_mix", no mix at all. The paper has Mixup and CutMix
-# only together.
-MIX = (
-    AblationRow("baseline", _mix("patchmix") | {"num_mix": 1}, paper=_BASELINE),
-    AblationRow("mixup", _mix("mixup")),
-    AblationRow("cutmix", _mix("cutmix")),
-    AblationRow("cutmix+mixup", _mix("cutmix+mixup"), paper=_paper(90.6, 88.7, 66.8, 62.3)),
-    AblationRow("regionswap", _mix("regionswap"), paper=_paper(92.1, 91.3, 70.4, 64.2)),
-    AblationRow("resizemix", _mix("resizemix"), paper=_paper(94.2, 92.1, 77.1, 66.7)),
-    AblationRow("patchmix", _mix("patchmix"), paper=_FULL),
-)
-
-# Table "num_mix".
-NUM_MIX = (
-    AblationRow("m1", {"num_mix": 1}, paper=_BASELINE),
-    AblationRow("m2", {"num_mix": 2}, paper=_paper(95.6, 94.3, 77.6, 71.1)),
-    AblationRow("m3", {"num_mix": 3}, paper=_FULL),
-    AblationRow("m4", {"num_mix": 4}, paper=_paper(95.7, 94.3, 75.2, 70.9)),
-)
-
-# Table "loss".
-LOSS_TERMS = (
-    AblationRow("oto", terms=("oto",), paper=_paper(91.1, 87.0, 69.7, 59.7)),
-    AblationRow("mto", terms=("mto",), paper=_paper(None, None, 61.3, 57.2)),
-    AblationRow("mtm", terms=("mtm",), paper=_paper(None, None, 52.6, 47.4)),
-    AblationRow("oto+mto", terms=("oto", "mto"), paper=_paper(95.4, 93.8, 77.9, 69.2)),
-    AblationRow("oto+mto+mtm", terms=("oto", "mto", "mtm"), paper=_FULL),
-)
-
-# Figure "epochs" has no numbers; the tables have those of 800 and 1600 epochs, here half and full.
-LENGTHS = (
-    AblationRow("eighth", length=1 / 8),
-    AblationRow("quarter", length=1 / 4),
-    AblationRow("half", length=1 / 2, paper=_FULL),
-    AblationRow("full", paper=_paper(96.4, 95.1, 78.9, 74.6)),
-)
-
+ROWS = {
+    # Table "mix". Its baseline has the numbers of M = 1 in Table "num_mix", no mix at all. The paper has Mixup and
+    # CutMix only together.
+    "mix": (
+        AblationRow("baseline", _mix("patchmix") | {"num_mix": 1}, paper=BASELINE),
+        AblationRow("mixup", _mix("mixup")),
+        AblationRow("cutmix", _mix("cutmix")),
+        AblationRow("cutmix+mixup", _mix("cutmix+mixup"), paper=(90.6, 88.7, 66.8, 62.3)),
+        AblationRow("regionswap", _mix("regionswap"), paper=(92.1, 91.3, 70.4, 64.2)),
+        AblationRow("resizemix", _mix("resizemix"), paper=(94.2, 92.1, 77.1, 66.7)),
+        AblationRow("patchmix", _mix("patchmix"), paper=FULL),
+    ),
+    # Table "num_mix".
+    "num-mix": (
+        AblationRow("m1", {"num_mix": 1}, paper=BASELINE),
+        AblationRow("m2", {"num_mix": 2}, paper=(95.6, 94.3, 77.6, 71.1)),
+        AblationRow("m3", {"num_mix": 3}, paper=FULL),
+        AblationRow("m4", {"num_mix": 4}, paper=(95.7, 94.3, 75.2, 70.9)),
+    ),
+    # Table "loss".
+    "terms": (
+        AblationRow("oto", terms=(1, 0, 0), paper=(91.1, 87.0, 69.7, 59.7)),
+        AblationRow("mto", terms=(0, 1, 0), paper=(None, None, 61.3, 57.2)),
+        AblationRow("mtm", terms=(0, 0, 1), paper=(None, None, 52.6, 47.4)),
+        AblationRow("oto+mto", terms=(1, 1, 0), paper=(95.4, 93.8, 77.9, 69.2)),
+        AblationRow("oto+mto+mtm", terms=(1, 1, 1), paper=FULL),
+    ),
+    # Figure "epochs" has no numbers; the tables have those of 800 and 1600 epochs, here half and full.
+    "epochs": (
+        AblationRow("eighth", length=1 / 8),
+        AblationRow("quarter", length=1 / 4),
+        AblationRow("half", length=1 / 2, paper=FULL),
+        AblationRow("full", paper=(96.4, 95.1, 78.9, 74.6)),
+    ),
+}
 # Table "cifar", ViT-S/2 at 800 epochs.
-_METHODS: dict[str, Paper] = {
-    "patchmix": _FULL,
-    "mocov3": _paper(90.2, 89.1, 66.4, 62.3),
-    "dino": _paper(92.6, 91.8, 63.8, 60.6),
-    "ibot": _paper(94.8, 93.1, 67.8, 64.2),
-    "sdmp": _paper(94.2, 92.1, 77.1, 66.7),
+METHODS: dict[str, Paper] = {
+    "patchmix": FULL,
+    "mocov3": (90.2, 89.1, 66.4, 62.3),
+    "dino": (92.6, 91.8, 63.8, 60.6),
+    "ibot": (94.8, 93.1, 67.8, 64.2),
+    "sdmp": (94.2, 92.1, 77.1, 66.7),
 }
 
 
 def rows_of(ablation: str, methods: Iterable[str]) -> tuple[AblationRow, ...]:
     """All rows of an ablation, in the table's order; `methods` are the names that can be compared."""
-    rows = {
-        "mix": MIX,
-        "num-mix": NUM_MIX,
-        "terms": LOSS_TERMS,
-        "epochs": LENGTHS,
-        "method": tuple(AblationRow(name, method=name, paper=_METHODS.get(name, {})) for name in methods),
-    }
+    by_method = tuple(AblationRow(name, method=name, paper=METHODS.get(name)) for name in methods)
+    rows = {**ROWS, "method": by_method}
     check_known(ablation, rows, "ablation")
     return rows[ablation]
 
@@ -134,14 +114,6 @@ def choose_rows(rows: Sequence[AblationRow], names: Sequence[str]) -> tuple[Abla
     for name in names:
         check_known(name, [row.name for row in rows], "row")
     return tuple(row for row in rows if not names or row.name in names)
-
-
-def masked_weights(weights: Sequence[float], terms: Sequence[str]) -> tuple[float, ...]:
-    """The weights of the given terms, 0 for the others."""
-    return tuple(weight if term in terms else 0.0 for term, weight in zip(TERMS, weights, strict=True))
-
-
-# ----------------------------------------------------------------------------------------------------------- its runs
 
 
 @dataclass(frozen=True)
@@ -201,32 +173,23 @@ class AblationTable:
     def done(self, row: AblationRow) -> list[AblationRun]:
         return [run for run in self.of(row) if run.failure is None]
 
-    def mean(self, row: AblationRow, name: str) -> float | None:
-        """Of a cost, over the row's seeds."""
-        values = [value for run in self.done(row) if (value := getattr(run, name)) is not None]
-        return statistics.fmean(values) if values else None
+    def summary(self, row: AblationRow) -> dict[str, Any]:
+        """All numbers of a row, means over its seeds; None where there are none. Accuracies are in 0…1."""
+        done = self.done(row)
+        numbers: dict[str, Any] = {"row": row.name, "seeds": len(done), "failed": len(self.of(row)) - len(done)}
+        for name in ("images_seen", "flops_per_image", "seconds"):
+            numbers[name] = mean(getattr(run, name) for run in done)
+        for protocol, name in PROTOCOLS.items():
+            score = self.score(row, protocol)
+            numbers |= {f"{name.lower()}_{part}": getattr(score, part, None) for part in Estimate._fields}
+        return numbers | {name: getattr(self.score(row, name), "mean", None) for name in HEALTH}
 
     def score(self, row: AblationRow, key: str) -> Estimate | None:
-        """Top-1 in 0…1 by a protocol, or a value of the features' health; None where there is none."""
+        """Top-1 in 0…1 by a protocol, or the features' health without an interval; None where there is none."""
         if key in PROTOCOLS:
             return estimate([run.results[key] for run in self.done(row) if key in run.results])
-        values = [run.health[key] for run in self.done(row) if key in run.health]
-        return Estimate(*[statistics.fmean(values)] * 3) if values else None
-
-    def summary(self, row: AblationRow) -> dict[str, Any]:
-        """All numbers of a row, means over its seeds; None where there are none."""
-        done = len(self.done(row))
-        numbers: dict[str, Any] = {"row": row.name, "seeds": done, "failed": len(self.of(row)) - done}
-        numbers |= {name: self.mean(row, name) for name in ("images_seen", "flops_per_image", "seconds")}
-        for protocol, name in PROTOCOLS.items():
-            score = self.score(row, protocol) or (None, None, None)
-            numbers |= {f"{name.lower()}_{part}": value for part, value in zip(Estimate._fields, score, strict=True)}
-        for name in HEALTH:
-            numbers[name] = (self.score(row, name) or [None])[0]
-        return numbers
-
-
-# ------------------------------------------------------------------------------------------------------- intervals
+        health = mean(run.health.get(key) for run in self.done(row))
+        return None if health is None else Estimate(health, health, health)
 
 
 def estimate(results: Sequence[Result]) -> Estimate | None:
@@ -236,6 +199,12 @@ def estimate(results: Sequence[Result]) -> Estimate | None:
     return Estimate(results[0].top1, *results[0].interval()) if results else None
 
 
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of the values that are known."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
 def over_seeds(values: Sequence[float]) -> Estimate:
     """The mean of two or more values with its t-interval."""
     mean = statistics.fmean(values)
@@ -243,20 +212,16 @@ def over_seeds(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
-# --------------------------------------------------------------------------------------------------------- the table
-
-
 def columns(table: AblationTable) -> list[str]:
     return ["row", "seeds", "images", "GF/image", "seconds", *table.scores.values()]
 
 
 def cells(table: AblationTable, row: AblationRow) -> list[str]:
-    done = len(table.done(row))
-    failed = len(table.of(row)) - done
-    texts = [row.name, f"{done} of {len(table.seeds)}" + (f", {failed} failed" if failed else "")]
+    numbers = table.summary(row)
+    failed = f", {numbers['failed']} failed" if numbers["failed"] else ""
+    texts = [row.name, f"{numbers['seeds']} of {len(table.seeds)}{failed}"]
     for name, form, unit in (("images_seen", ",.0f", 1), ("flops_per_image", ".3g", 1e9), ("seconds", ",.0f", 1)):
-        value = table.mean(row, name)
-        texts.append("–" if value is None else format(value / unit, form))
+        texts.append("–" if numbers[name] is None else format(numbers[name] / unit, form))
     for key in table.scores:
         score = table.score(row, key)
         if score is None:
@@ -276,9 +241,6 @@ def print_table(table: AblationTable, console: Console) -> None:
     for row in table.rows:
         printed.add_row(*cells(table, row), style="red" if any(run.failure for run in table.of(row)) else None)
     console.print(printed)
-
-
-# --------------------------------------------------------------------------------------------------------- the files
 
 
 def write_table(table: AblationTable, folder: Path) -> list[Path]:
@@ -319,24 +281,16 @@ def markdown(table: AblationTable) -> str:
     if any(row.paper for row in table.rows):
         lines += ["", "The paper's numbers (ViT-S/2, its protocol and length; –: not in it, NA: no convergence):", ""]
         head = ["row", "CIFAR-10 kNN", "linear", "CIFAR-100 kNN", "linear"]
-        lines += markdown_table(head, [[row.name, *_paper_cells(row)] for row in table.rows])
+        papers = []
+        for row in table.rows:
+            numbers = ["NA" if value is None else f"{value:.1f}" for value in row.paper] if row.paper else ["–"] * 4
+            papers.append([row.name, *(numbers[i] for i in (1, 0, 3, 2))])
+        lines += markdown_table(head, papers)
     return "\n".join(lines) + "\n"
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
-
-
-def _paper_cells(row: AblationRow) -> list[str]:
-    """kNN and linear accuracy on both sets."""
-    texts = []
-    for data in ("cifar10", "cifar100"):
-        linear, knn = row.paper.get(data, ("–", "–"))
-        texts += [f"{value:.1f}" if isinstance(value, float) else value or "NA" for value in (knn, linear)]
-    return texts
-
-
-# --------------------------------------------------------------------------------------------------------- the figure
+def markdown_table(head: Sequence[str], rows: Iterable[Iterable[str | None]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 
 @style()
@@ -363,7 +317,7 @@ def _draw(axis: Axes, table: AblationTable, key: str) -> None:
             axis.errorbar([value], [i], xerr=bar, fmt="o", color=COLORS[0], capsize=3, markersize=4)
             continue
         name, unit = costs[table.ablation]
-        if (cost := table.mean(row, name)) is not None:
+        if (cost := table.summary(row)[name]) is not None:
             (color, mark), place = look(i, MARKERS), [cost / unit]
             axis.errorbar(place, [value], yerr=bar, fmt=mark, color=color, capsize=3, markersize=4, label=row.name)
     if table.ablation == "epochs":

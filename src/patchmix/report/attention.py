@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from timm.models.eva import EvaAttention
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -32,40 +31,27 @@ def show_attention(settings: ShowAttention) -> list[Path]:
     """Draws the class token's attention in a block, one map per head, raw and overlaid, runs below each other."""
     check_suffix(settings.out)
     encoders = load_all(settings.runs)
-    source, positions = chosen_images(settings, encoders)
-    options: dict[str, Any] = {"block": settings.block, "size": settings.size, "device": settings.device}
-    maps = [(name, image_maps(each, source, positions, **options)) for name, each in encoders]
-    size = settings.size or max(backbone.architecture.image_size for _, backbone in encoders)
-    block = "the last block" if settings.block == -1 else f"block {settings.block}"
-    title = f"attention of the class token in {block}"
-    return write({settings.out: attention_figure(crop_batch(source, positions, size), maps, title=title)})
+    source, positions, pictures = chosen_images(settings, encoders)
+    maps = []
+    for name, backbone in encoders:
+        inputs = encoder_and_images(backbone, source, positions, size=settings.size, device=settings.device)
+        maps.append((name, attention_maps(*inputs, block=settings.block).cpu()))
+    return write({settings.out: attention_figure(pictures, maps, block=settings.block)})
 
 
-def image_maps(
-    backbone: Backbone,
-    source: Source,
-    positions: Sequence[int],
-    *,
-    block: int = -1,
-    size: int | None = None,
-    device: str = "cpu",
-) -> Tensor:
-    """Maps (N, H, R, C) of some images of a source, at `size` px or the encoder's own size."""
-    encoder, images = encoder_and_images(backbone, source, positions, size=size, device=device)
-    return attention_maps(encoder, images, block=block).cpu()
-
-
-def chosen_images(settings: ShowAttention | ShowPatches, encoders: Encoders) -> tuple[Source, list[int]]:
-    """The images to draw: a source and positions in it."""
+def chosen_images(settings: ShowAttention | ShowPatches, encoders: Encoders) -> tuple[Source, list[int], Tensor]:
+    """The images to draw: a source, positions in it, and the pictures there."""
     if (settings.data is None) == (not settings.image):
         raise ValueError("give either --data DATA or --image FILE …")
     source = open_images(settings.data or settings.image, in_chans=encoders[0][1].architecture.in_chans)
-    positions = settings.position or spread(len(source), len(settings.image) or settings.images)
-    return source, [find_image(position, source) for position in positions]
+    wanted = settings.position or spread(len(source), len(settings.image) or settings.images)
+    positions = [find_image(position, source) for position in wanted]
+    size = settings.size or max(backbone.architecture.image_size for _, backbone in encoders)
+    return source, positions, crop_batch(source, positions, size)
 
 
 def encoder_and_images(
-    backbone: Backbone, source: Source, positions: Sequence[int], *, size: int | None, device: str
+    backbone: Backbone, source: Source, positions: Sequence[int], *, size: int | None = None, device: str = "cpu"
 ) -> tuple[VisionTransformer, Tensor]:
     """An encoder for images of `size` px (by default its own), and some images as it takes them, on `device`."""
     shape = backbone.architecture
@@ -83,31 +69,21 @@ def encoder_and_images(
 def class_attention(encoder: VisionTransformer, images: Tensor, *, block: int = -1) -> Tensor:
     """softmax(q·kᵀ / √d) of the class token's query in one block: (N, H, T), rows sum to 1.
 
-    Computed from the block's weights and input, because fused attention never returns these numbers. images: normalized
-    (N, C, height, width) of a size that the encoder takes. block: 0 is the first, -1 the last.
+    Of this block timm computes all weights, as fused attention never returns these numbers; one row stays. images:
+    normalized (N, C, height, width) of a size that the encoder takes. block: 0 is the first, -1 the last.
     """
-    blocks: Any = encoder.blocks
     check_blocks(encoder, [block])
     if encoder.cls_token is None:
         raise ValueError("the encoder has no class token whose attention could be drawn; give a ViT with a class token")
-    attention: Any = blocks[block].attn
-    caught: list[Tensor] = []
-    if isinstance(attention, EvaAttention):  # its queries and keys are turned: timm computes all weights, one row stays
-        attention.fused_attn = False
-        with attention.attn_drop.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0][:, :, 0])):
-            encoder.forward_features(images)
-        return caught[0].float()
-    if not hasattr(attention, "qkv"):
+    attention: Any = encoder.blocks[block].attn
+    if not hasattr(attention, "attn_drop"):
         raise ValueError(f"attention of the kind {type(attention).__name__} can't be drawn; give a plain timm ViT")
-    with attention.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0])):
-        encoder.forward_features(images)
-    (tokens,) = caught
-    n, t, _ = tokens.shape
-    qkv = attention.qkv(tokens).view(n, t, 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)  # (3, N, H, T, d)
-    query, keys = attention.q_norm(qkv[0, :, :, :1]), attention.k_norm(qkv[1])
-    scores = (query.float() @ keys.float().transpose(-2, -1)) * attention.scale  # (N, H, 1, T)
-    weights: Tensor = scores.softmax(dim=-1).squeeze(2)
-    return weights
+    attention.fused_attn = False
+    rows: list[Tensor] = []
+    with attention.attn_drop.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[0][:, :, 0].clone())):
+        for image in images:  # one by one: all weights of an image are T times as many as the row that stays
+            encoder.forward_features(image[None])
+    return torch.cat(rows)
 
 
 def attention_maps(encoder: VisionTransformer, images: Tensor, *, block: int = -1) -> Tensor:
@@ -119,7 +95,7 @@ def attention_maps(encoder: VisionTransformer, images: Tensor, *, block: int = -
 
 
 @style()
-def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, title: str = "") -> Figure:
+def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, block: int = -1) -> Figure:
     """For each image and run: the image, then the mean over heads and each head, raw above and overlaid below.
 
     images: uint8 (N, height, width, 3). maps: for each run its name and (N, H, R, C). The colors of a map go from 0
@@ -142,7 +118,8 @@ def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, titl
                 raw.imshow(weight.numpy(), cmap=HEAT, vmin=0, vmax=highest)
                 raw.set_title(f"{label} ≤ {highest:.2g}", fontsize=6, pad=2)
                 over.imshow(overlaid(image, weight))
-    figure.suptitle(title or "attention of the class token in the last block", fontsize=9)
+    where = "the last block" if block == -1 else f"block {block}"
+    figure.suptitle(f"attention of the class token in {where}", fontsize=9)
     figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.55 / figure.get_figheight(), wspace=0.04, hspace=0.14)
     return figure
 
@@ -155,22 +132,18 @@ def overlaid(image: np.ndarray, weight: Tensor) -> np.ndarray:
     return result
 
 
-# -------------------------------------------------------------------------------------------------- patches as colors
-
-
 def show_patches(settings: ShowPatches) -> list[Path]:
     """Draws images next to their patches in colors, one column per run; similar patches have similar colors."""
     check_suffix(settings.out)
     encoders = load_all(settings.runs)
-    source, positions = chosen_images(settings, encoders)
+    source, positions, pictures = chosen_images(settings, encoders)
     columns = []
     for name, backbone in encoders:
         encoder, images = encoder_and_images(backbone, source, positions, size=settings.size, device=settings.device)
         with torch.no_grad():
             tokens = patch_tokens(encoder, images, [settings.block]).cpu()
         columns.append((name, token_colors(tokens, foreground=settings.foreground)))
-    size = settings.size or max(backbone.architecture.image_size for _, backbone in encoders)
-    return write({settings.out: patches_figure(crop_batch(source, positions, size), columns)})
+    return write({settings.out: patches_figure(pictures, columns)})
 
 
 def token_colors(tokens: Tensor, *, foreground: bool = False) -> Tensor:

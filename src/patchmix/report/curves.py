@@ -1,8 +1,9 @@
 """Training curves: the values of metrics.jsonl over epochs, images, hours or FLOPs, as a figure and for the report."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from patchmix.report.style import COLORS, check_suffix, look, panel_grid, style, write
 from patchmix.settings import ShowCurves
 from patchmix.study.compare import stored_config
+from patchmix.study.doctor import loss_terms
 from patchmix.study.flops import config_flops
 from patchmix.train.log import read_metrics
 
@@ -49,9 +51,6 @@ def show_curves(settings: ShowCurves) -> list[Path]:
     return write({settings.out: curves_figure(histories, axis=settings.axis, smoothing=settings.smoothing)})
 
 
-# ------------------------------------------------------------------------------------------------------------ history
-
-
 @dataclass(frozen=True)
 class History:
     """The rows of one run's metrics.jsonl; with batch size and FLOPs where they are known."""
@@ -61,34 +60,18 @@ class History:
     batch_size: int | None = None
     flops_per_image: float | None = None
 
-    @property
-    def axes(self) -> dict[str, Callable[[Row], float]]:
-        """The axes that this run has the data for: functions from a row to its place."""
-        axes: dict[str, Callable[[Row], float]] = {"epochs": lambda row: float(row["epoch"])}
-        timed = [(row["step"], row["seconds"]) for row in self.rows if row.get("seconds") is not None]
-        if timed:
-            steps, seconds = zip((0, 0.0), *timed, strict=True)  # monitor rows have no time: interpolate
-            axes["hours"] = lambda row: float(np.interp(row["step"], steps, seconds)) / 3600
-        images, flops = self.batch_size, self.flops_per_image
-        if images is not None:
-            axes["images"] = lambda row: float(row["step"] * images)
-            if flops is not None:
-                axes["flops"] = lambda row: float(row["step"] * images * flops)
+    def places(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Where some rows lie on each axis that this run has the data for."""
+        steps = np.array([row["step"] for row in rows])
+        axes: dict[str, Any] = {"epochs": [row["epoch"] for row in rows]}
+        if timed := [(row["step"], row["seconds"]) for row in self.rows if row.get("seconds") is not None]:
+            moments, seconds = zip((0, 0.0), *timed, strict=True)  # monitor rows have no time: interpolate
+            axes["hours"] = np.interp(steps, moments, seconds) / 3600
+        if self.batch_size is not None:
+            axes["images"] = steps * self.batch_size
+        if self.batch_size is not None and self.flops_per_image is not None:
+            axes["flops"] = steps * self.batch_size * self.flops_per_image
         return axes
-
-    def points(self, key: str, axis: str = "epochs") -> tuple[list[float], list[float]]:
-        """Places and values of one quantity, in order; rows without it are left out."""
-        axes = self.axes
-        if axis not in axes:
-            raise ValueError(f"{self.name} has no {LACKING[axis]}; choose the axis among {', '.join(axes)}")
-        rows = [row for row in self.rows if row.get(key) is not None]
-        return [axes[axis](row) for row in rows], [float(row[key]) for row in rows]
-
-    @property
-    def terms(self) -> list[str]:
-        """The loss's parts that have a chance level, in the order in which they were logged."""
-        names = [key.removesuffix("/chance") for row in self.rows for key in row if key.endswith("/chance")]
-        return list(dict.fromkeys(names))
 
     def last(self, key: str) -> float | None:
         """The newest value of a quantity."""
@@ -105,9 +88,6 @@ def read_history(run: str | Path) -> History:
     return History(name, rows, config.train.batch_size, config_flops(config))
 
 
-# ------------------------------------------------------------------------------------------------------------- panels
-
-
 def curves_data(histories: Sequence[History], *, most: int = MOST_POINTS) -> dict[str, Any]:
     """What curves.js reads: the axes that all runs have, and a panel for each quantity with the curves of all runs.
 
@@ -115,37 +95,34 @@ def curves_data(histories: Sequence[History], *, most: int = MOST_POINTS) -> dic
     curve.
     """
     logged = [history for history in histories if history.rows]
-    axes = [[axis, label] for axis, label in AXIS_LABELS.items() if all(axis in history.axes for history in logged)]
+    axes = [[axis, label] for axis, label in AXIS_LABELS.items() if all(axis in each.places([]) for each in logged)]
     keys = {key for history in logged for row in history.rows for key, value in row.items() if value is not None}
-    terms = list(dict.fromkeys(term for history in histories for term in history.terms)) or ["loss"]
+    terms = loss_terms(row for history in histories for row in history.rows) or ["loss"]
     panels = []
     for key in (*terms, *PANELS):
         if key in keys:
             title, factor = PANELS.get(key, (f"loss: {key}", 1.0))
-            curves = [_curve(key, factor, history, [axis for axis, _ in axes], most) for history in histories]
+            curves = [_curve(key, factor, history, dict(axes), most) for history in histories]
             series = [{"run": run, **curve} for run, curve in enumerate(curves) if curve["y"]]
             panels.append({"key": key, "title": title, "noisy": key not in PANELS or key in NOISY, "series": series})
     return {"runs": [history.name for history in histories], "axes": axes, "panels": panels}
 
 
-def _curve(key: str, factor: float, history: History, axes: Sequence[str], most: int) -> dict[str, Any]:
+def _curve(key: str, factor: float, history: History, axes: Iterable[str], most: int) -> dict[str, Any]:
     """One run's curve, at even steps with the last point among them; a loss with its bounds."""
+
+    def rounded(values: Iterable[float]) -> list[float]:
+        return [float(f"{value:.7g}") for value in values]
+
     rows = [row for row in history.rows if row.get(key) is not None]
     rows = rows[:: -max(1, -(-len(rows) // most))][::-1]
-    places = history.axes
+    places = history.places(rows)
     bounds: dict[str, list[Any]] = {name: [row.get(f"{key}/{name}") for row in rows] for name in BOUNDS}
     return {
-        "x": {axis: [_round(places[axis](row)) for row in rows] for axis in axes},
-        "y": [_round(factor * row[key]) for row in rows],
-        "bounds": {name: [_round(level) for level in levels] for name, levels in bounds.items() if None not in levels},
+        "x": {axis: rounded(places[axis]) for axis in axes if axis in places},
+        "y": rounded(factor * row[key] for row in rows),
+        "bounds": {name: rounded(levels) for name, levels in bounds.items() if None not in levels},
     }
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.7g}")
-
-
-# ------------------------------------------------------------------------------------------------------------- figure
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
@@ -155,11 +132,8 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
     """
     if not 0 <= weight < 1:
         raise ValueError(f"smoothing is {weight}; it must be at least 0 and below 1, such as 0.6")
-    total, norm, out = 0.0, 0.0, []
-    for value in values:
-        total, norm = weight * total + value, weight * norm + 1
-        out.append(total / norm)
-    return out
+    totals, norms = (accumulate(each, lambda old, new: weight * old + new) for each in (values, repeat(1.0)))
+    return [total / norm for total, norm in zip(totals, norms, strict=False)]
 
 
 @style()
@@ -169,7 +143,8 @@ def curves_figure(histories: Sequence[History], *, axis: str = "epochs", smoothi
     Smoothed curves have their raw values behind them.
     """
     for history in histories:
-        history.points("epoch", axis)  # it must have this axis
+        if axis not in (known := history.places([])):
+            raise ValueError(f"{history.name} has no {LACKING[axis]}; choose the axis among {', '.join(known)}")
     data = curves_data(histories, most=sys.maxsize)
     panels = data["panels"]
     if not panels:

@@ -83,7 +83,11 @@ class Gallery:
 
     def class_name(self, row: int) -> str:
         """ "" where there are no labels."""
-        return "" if self.labels is None else class_name(int(self.labels[row]), self.source.classes)
+        return "" if self.labels is None else self.name_of(int(self.labels[row]))
+
+    def name_of(self, label: int) -> str:
+        names = self.source.classes or ()
+        return names[label] if 0 <= label < len(names) else f"class {label}"
 
     def pictures(self, rows: Sequence[int], size: int = 96) -> dict[int, np.ndarray]:
         images = crop_batch(self.source, [self.positions[row] for row in rows], size)
@@ -114,15 +118,10 @@ def load_gallery(
     source = open_images(data, images, in_chans=encoders[0][1].architecture.in_chans)
     runs = []
     for name, backbone in encoders:
-        pool = "mean" if backbone.encoder().cls_token is None else "token"
-        options = {"device": resolve_device(device), "pool": pool, "workers": workers}
-        features = FeatureExtractor(backbone, **options).features(source)  # type: ignore[arg-type]
+        pool = "token" if "cls_token" in backbone.weights else "mean"
+        features = FeatureExtractor(backbone, resolve_device(device), pool, workers=workers).features(source)
         runs.append((name, features.vectors))
     return Gallery(source, features.indices.tolist(), features.labels, runs)
-
-
-def class_name(label: int, names: Sequence[str] | None) -> str:
-    return names[label] if names is not None and 0 <= label < len(names) else f"class {label}"
 
 
 def find_image(image: str | int, source: Source, what: str = "image") -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from patchmix.evaluate.knn import HEADLINE_K, TEMPERATURE
 from patchmix.progress import progress_bar
-from patchmix.report.gallery import Gallery, class_name, load_all, load_gallery
+from patchmix.report.gallery import Gallery, load_all, load_gallery
 from patchmix.report.similarity import nearest
 from patchmix.report.style import COLORS, check_suffix, look, outline, picture, picture_grid, short, style, write
 from patchmix.settings import ShowMap, ShowNeighbors
@@ -112,16 +112,12 @@ def map_figure(gallery: Gallery, rows: Sequence[int], *, most: int | None = None
         axis.margins(0.06)
         axis.grid(False)
     told_apart = classes[: len(COLORS) * len(LINES)]
-    names = gallery.source.classes
-    handles = [Patch(facecolor="none", label=class_name(label, names), **frames[label]) for label in told_apart]
+    handles = [Patch(facecolor="none", label=gallery.name_of(label), **frames[label]) for label in told_apart]
     if handles:
         figure.legend(handles=handles, loc="lower center", ncols=min(6, len(handles)), fontsize=7)
     figure.suptitle(title)
     figure.tight_layout(rect=(0, 0.035 * -(-len(handles) // 6), 1, 1))
     return figure
-
-
-# ------------------------------------------------------------------------------------------------------- the explorer
 
 
 def pack_explorer(gallery: Gallery, *, size: int = 64) -> dict[str, Any]:
@@ -148,7 +144,7 @@ def pack_explorer(gallery: Gallery, *, size: int = 64) -> dict[str, Any]:
         "thumbs": thumbs,
         "keys": [gallery.source.key(position) for position in gallery.positions],
         "labels": labels,
-        "classes": labels and [class_name(i, gallery.source.classes) for i in range(max(labels) + 1)],
+        "classes": labels and [gallery.name_of(label) for label in range(max(labels) + 1)],
         "temperature": TEMPERATURE,
         "most": most,
         "runs": runs,

@@ -20,14 +20,15 @@ from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.mixing import PatchMix
-from patchmix.report.attention import attention_figure, image_maps
+from patchmix.report.attention import attention_figure, attention_maps, encoder_and_images
 from patchmix.report.curves import History, curves_data, read_history
 from patchmix.report.figures import mix_figure, patchmix_targets_figure
 from patchmix.report.gallery import Encoders, Gallery, crop_batch, load_gallery, spread, unique_names
 from patchmix.report.neighbors import map_figure, pack_explorer
-from patchmix.report.similarity import gallery_similarity
+from patchmix.report.similarity import choose_keys, similarity_figure
 from patchmix.settings import Report
-from patchmix.study.compare import paper_row, stored_config
+from patchmix.study.compare import paper_accuracies, stored_config
+from patchmix.study.doctor import loss_terms, way
 
 MAPPED = 250  # thumbnails on the map
 
@@ -40,7 +41,11 @@ def report(settings: Report) -> Path:
     out = settings.out or (first if first.is_dir() else Path()) / "report.html"
     if out.suffix != ".html":
         raise ValueError(f"the report {out} must end in .html")
-    records = read_records(settings.runs)
+    records = [read_record(run) for run in settings.runs]
+    names = unique_names([record.name for record in records])
+    records = [
+        replace(each, history=replace(each.history, name=name)) for each, name in zip(records, names, strict=True)
+    ]
     encoders = [(record.name, record.backbone) for record in records if record.backbone is not None]
     gallery, pictures, explorer = None, {}, None
     if settings.images and encoders:
@@ -93,9 +98,6 @@ def _data_url(figure: Figure) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-# ------------------------------------------------------------------------------------------------------------ the runs
-
-
 @dataclass(frozen=True)
 class Record:
     """One run. An encoder file has no `config`; a run before its first checkpoint has no `backbone`."""
@@ -113,8 +115,7 @@ class Record:
     @property
     def paper(self) -> dict[str, float]:
         """What the paper reports for this training, in %, by protocol."""
-        row = self.config and paper_row(self.config, self.config.data.path)
-        return row.accuracies if row else {}
+        return paper_accuracies(self.config, self.config.data.path if self.config else None)
 
     @property
     def command(self) -> str:
@@ -131,24 +132,15 @@ class Record:
 def read_record(run: str | Path) -> Record:
     """A run's folder, or anything else that `load_backbone` opens."""
     folder = Path(run)
-    results = read_results(folder) if folder.is_dir() else []
-    config = stored_config(folder)
-    if config is None and not (folder / "metrics.jsonl").is_file():
-        backbone = load_backbone(run)
-        return Record(folder, History(backbone.name, []), results, backbone)
+    config, history, backbone = stored_config(folder), read_history(folder), None
     try:
-        loaded: Backbone | None = load_backbone(run)
-    except ValueError:  # no checkpoint yet: there are curves anyway
-        loaded = None
-    return Record(folder, read_history(folder), results, loaded, config)
-
-
-def read_records(runs: Sequence[str | Path]) -> list[Record]:
-    """All runs, with unique names."""
-    records = [read_record(run) for run in runs]
-    names = unique_names([record.name for record in records])
-    histories = [replace(record.history, name=name) for record, name in zip(records, names, strict=True)]
-    return [replace(record, history=history) for record, history in zip(records, histories, strict=True)]
+        backbone = load_backbone(run)
+        if config is None and not history.rows:
+            history = History(backbone.name, [])
+    except ValueError:
+        if config is None and not history.rows:
+            raise  # a run without a checkpoint has at least curves
+    return Record(folder, history, read_results(folder), backbone, config)
 
 
 def verdict(record: Record) -> tuple[str, bool]:
@@ -165,10 +157,9 @@ def verdict(record: Record) -> tuple[str, bool]:
         trained += f" of {record.config.train.epochs:g}" if record.config else ""
     accuracy = "kNN not measured" if knn is None else f"kNN {100 * knn:.1f} % in the training monitor"
     own = [result for result in record.results if result.protocol == "knn" and result.weights != RAW_PIXELS]
-    measured = own[-1] if own else None
-    if measured is not None:
-        low, high = measured.interval()
-        accuracy = f"kNN {100 * measured.top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+    if own:
+        low, high = own[-1].interval()
+        accuracy = f"kNN {100 * own[-1].top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
     health = {key: value for key in ("rank", "mean_cosine") if (value := record.history.last(key)) is not None}
     start = {} if record.backbone is None else record.backbone.origin.get("start", {})
     warning = guard_verdict(start) or collapse_warning(health)
@@ -176,12 +167,11 @@ def verdict(record: Record) -> tuple[str, bool]:
     return f"{trained}, {accuracy}, {collapse}", (complete or epoch is None) and warning is None
 
 
-# ------------------------------------------------------------------------------------------------------ cards, tables
-
-
 def facts(record: Record) -> dict[str, str | None]:
     """What a run is, and how far it has come; None: not known."""
     config, rank = record.config, record.history.last("rank")
+    last = {term: row for row in record.history.rows for term in loss_terms([row]) if row.get(term) is not None}
+    ways = ", ".join(f"{term} {100 * way(row, term):.0f} %" for term, row in last.items())
     model = config.model.name if config else None
     if record.backbone is not None:
         shape = record.backbone.architecture
@@ -191,19 +181,9 @@ def facts(record: Record) -> dict[str, str | None]:
         "model": model,
         "trained on": config.data.path if config else None,
         "recipe": f"{config.recipe} ({config.method.name}), batch {config.train.batch_size}" if config else None,
-        "loss": _loss_progress(record.history),
+        "loss": f"{ways} of the way from chance to floor" if ways else None,
         "effective rank": None if rank is None else f"{rank:.4g}",
     }
-
-
-def _loss_progress(history: History) -> str | None:
-    """How far each term of the loss has come on its way from chance to its floor."""
-    shares = []
-    for term in history.terms:
-        value, chance, floor = (history.last(f"{term}{end}") for end in ("", "/chance", "/floor"))
-        if value is not None and chance is not None and floor is not None and chance > floor:
-            shares.append(f"{term} {100 * (chance - value) / (chance - floor):.0f} %")
-    return f"{', '.join(shares)} of the way from chance to floor" if shares else None
 
 
 def evaluations(records: Sequence[Record]) -> list[list[str | None]]:
@@ -220,8 +200,7 @@ def evaluations(records: Sequence[Record]) -> list[list[str | None]]:
         evaluated = {result.protocol for result in record.results}
         for protocol, value in paper.items():
             if protocol not in evaluated:
-                name = PROTOCOL_NAMES[protocol]
-                rows.append([record.name, name, None, "not evaluated", None, value, None, None, None])
+                rows.append([record.name, PROTOCOL_NAMES[protocol], None, "not evaluated", None, value, *[None] * 3])
     return rows
 
 
@@ -249,14 +228,11 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {int(seconds % 60)} s"
 
 
-# ----------------------------------------------------------------------------------------------------------- pictures
-
-
 def figures(gallery: Gallery, records: Sequence[Record], encoders: Encoders) -> dict[str, Figure]:
     """Similarity and the map; mixing and its targets if a run has mixed; attention if an encoder has a class token."""
     drawn = {
         "map": map_figure(gallery, spread(len(gallery), MAPPED), most=3),  # first: it refuses too few images
-        "similarity": gallery_similarity(gallery, gallery.queries((), 3)),
+        "similarity": similarity_figure(gallery, {row: choose_keys(row, gallery) for row in gallery.queries((), 3)}),
     }
     positions = [gallery.positions[row] for row in spread(len(gallery), 6)]
     for record in records:
@@ -271,6 +247,7 @@ def figures(gallery: Gallery, records: Sequence[Record], encoders: Encoders) -> 
     with_token = [(name, backbone) for name, backbone in encoders if "cls_token" in backbone.weights]
     if with_token:
         size = max(backbone.architecture.image_size for _, backbone in with_token)
-        maps = [(name, image_maps(each, gallery.source, positions[::2])) for name, each in with_token]
-        drawn["attention"] = attention_figure(crop_batch(gallery.source, positions[::2], size), maps)
+        few = (gallery.source, positions[::2])
+        maps = [(name, attention_maps(*encoder_and_images(backbone, *few))) for name, backbone in with_token]
+        drawn["attention"] = attention_figure(crop_batch(*few, size), maps)
     return drawn

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from patchmix.evaluate.results import protocol_name, read_results
-from patchmix.files import replacing
+from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.exporting import Exported, export
 from patchmix.interop.loading import load_backbone
+from patchmix.report.ablation_table import markdown_table
 from patchmix.report.curves import read_history
 from patchmix.settings import Export, Push
 
@@ -68,9 +69,8 @@ def export_weights(settings: Export) -> Exported:
     backbone = load_backbone(settings.weights, encoder=settings.encoder)
     exported = export(backbone, settings.out, settings.format, overwrite=settings.overwrite)
     if settings.format == "huggingface":
-        path, name = settings.out / "README.md", settings.out.resolve().name
-        with replacing(path, overwrite=True) as temporary:
-            temporary.write_text(model_card(backbone, settings.weights, f"USER/{name}", settings.license), "utf-8")
+        path, repo = settings.out / "README.md", f"USER/{settings.out.resolve().name}"
+        write_text(path, model_card(backbone, settings.weights, repo, settings.license))
         exported.files.append(path)
     print("\n".join([*(f"wrote {path}" for path in exported.files), "", exported.usage]))
     return exported
@@ -119,9 +119,15 @@ def model_card(backbone: Backbone, weights: str, repo: str, license: str | None 
     millions = sum(tensor.numel() for tensor in backbone.weights.values()) / 1e6
     size = f"patches of {shape.patch_size} px, width {shape.dim}, {shape.depth} blocks, {shape.heads} heads"
     rows = {"architecture": f"{shape.name}, {millions:.1f} M parameters: {size}"}
-    rows |= {name: f"{origin[key]:,}" if key in ("images", "step") else origin[key] for key, name in FACTS.items()
-             if key in origin}  # fmt: skip
-    rows |= _cost(Path(weights), int(origin.get("step", 0)))
+    for key, name in FACTS.items():
+        if key in origin:
+            rows[name] = f"{origin[key]:,}" if key in ("images", "step") else str(origin[key])
+    history, step = read_history(weights), int(origin.get("step", 0))
+    seconds = history.last("seconds")
+    if history.flops_per_image and history.batch_size and step:
+        rows["training FLOPs"] = f"{step * history.batch_size * history.flops_per_image:.2g}"
+    if seconds is not None:
+        rows["training time"] = f"{seconds / 3600:.2g} hours"
     rows |= {"license of the weights": license or "not stated", "SHA-256 of the weights": backbone.digest()[:16]}
     return CARD.format(
         license=f"license: {license}\n" if license else "",
@@ -129,23 +135,12 @@ def model_card(backbone: Backbone, weights: str, repo: str, license: str | None 
         repo=repo,
         how=f"pre-trained without labels by {origin['method']}" if "method" in origin else "converted by patchmix",
         dim=shape.dim,
-        facts="\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]),
+        facts="\n".join(markdown_table(["", ""], rows.items())),
         results=_evaluations(Path(weights), backbone.digest()),
         size=shape.image_size,
         mean=tuple(round(value, 3) for value in backbone.mean),
         std=tuple(round(value, 3) for value in backbone.std),
     )
-
-
-def _cost(run: Path, steps: int) -> dict[str, str]:
-    """FLOPs and time of a training; nothing where they are not known."""
-    history = read_history(run)
-    seconds, costs = history.last("seconds"), {}
-    if history.flops_per_image and history.batch_size and steps:
-        costs["training FLOPs"] = f"{steps * history.batch_size * history.flops_per_image:.2g}"
-    if seconds is not None:
-        costs["training time"] = f"{seconds / 3600:.2g} hours"
-    return costs
 
 
 def _evaluations(run: Path, digest: str) -> str:
@@ -154,9 +149,8 @@ def _evaluations(run: Path, digest: str) -> str:
     latest = {(result.protocol, result.data): result for result in found}.values()
     if not latest:
         return "Not evaluated yet."
-    lines = ["| protocol | data | test images | top-1 in % | 95 % interval |", "|---|---|---|---|---|"]
-    for result in latest:
-        name, data = protocol_name(result.protocol), Path(result.data).name
-        scores = f"{result.headline} | {result.headline_interval}"
-        lines.append(f"| {name} | {data} | {result.images:,} | {scores} |")
-    return "\n".join(lines)
+    rows = [
+        (protocol_name(each.protocol), Path(each.data).name, f"{each.images:,}", each.headline, each.headline_interval)
+        for each in latest
+    ]
+    return "\n".join(markdown_table(["protocol", "data", "test images", "top-1 in %", "95 % interval"], rows))

@@ -52,9 +52,6 @@ def write(figures: Mapping[Path, Figure]) -> list[Path]:
     return list(figures)
 
 
-# ---------------------------------------------------------------------------------------------------- parts of figures
-
-
 def picture_grid(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, np.ndarray]:
     """A figure of `size` inches and its axes, (rows, columns), without frames and ticks."""
     figure = Figure(figsize=size)
@@ -68,11 +65,10 @@ def panel_grid(count: int) -> tuple[Figure, list[Axes]]:
     """A figure and the axes of `count` charts, three in a row."""
     columns = min(3, count)
     rows = -(-count // columns)
-    figure = Figure(figsize=(3.5 * columns, 2.6 * rows))
-    axes: np.ndarray = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axis in axes[count:]:
-        axis.set_axis_off()
-    return figure, list(axes[:count])
+    figure, axes = picture_grid(rows, columns, (3.5 * columns, 2.6 * rows))
+    for axis in axes.flat[:count]:
+        axis.set_axis_on()
+    return figure, list(axes.flat[:count])
 
 
 def picture(axis: Axes, image: np.ndarray, title: str = "") -> None:

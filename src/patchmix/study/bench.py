@@ -12,24 +12,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix import build
 from patchmix.config import Config
 from patchmix.data.decode import pixel_channels
 from patchmix.device import resolve_device
-from patchmix.interop.backbone import Architecture
 from patchmix.methods.method import Method
 from patchmix.progress import progress_bar
 from patchmix.settings import Bench
-from patchmix.study.flops import config_flops
+from patchmix.study.flops import config_flops, shape_of
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.loop import Plan, train_step, wrap
 from patchmix.train.optimizer import build_optimizer
@@ -55,40 +54,33 @@ class Spread:
         return f"{self.median:.3g} ({self.low:.3g}–{self.high:.3g})"
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What `measure_speed` measured. `ceiling_share` is None where the method's FLOPs are not known."""
-
-    device: str
-    batch_size: int
-    images_per_second: float  # without waiting for data
-    step_seconds: Spread
-    gemm_gflops: float
-    ceiling_share: Spread | None
-    phases: dict[str, float]  # shares of a step
-    peak_gb: float  # model, optimizer and activations
-    loader_wait: float  # share of the time, with views from the loader
-    compiling_seconds: float | None = None  # by which the first step took longer than the others
-    compiled_gain: Spread | None = None  # time of an eager step ÷ time of a compiled one
-    recompilations: int | None = None  # after the first two steps
-
-
-def bench(settings: Bench[Any]) -> Speed:
+def bench(settings: Bench[Any]) -> dict[str, Any]:
     """Prints how fast the run's configuration trains here."""
-    speed = measure_speed(settings.run, settings.steps)
-    print_speed(speed, f"{settings.run.method.name}, {settings.run.model.name}")
+    speed, title = measure_speed(settings.run, settings.steps), f"{settings.run.method.name}, {settings.run.model.name}"
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0), show_header=False)
+    how = f"(batch {speed['batch_size']}, {speed['device']})"
+    table.add_row("images per second", f"{speed['images_per_second']:.1f} {how}")
+    table.add_row("one step", f"{speed['step_seconds']} s, median (lowest–highest)")
+    if speed["ceiling_share"] is not None:
+        table.add_row("share of the GEMM ceiling", f"{speed['ceiling_share']} of {speed['gemm_gflops']:.0f} GFLOP/s")
+    table.add_row("phases", ", ".join(f"{name} {100 * share:.1f} %" for name, share in speed["phases"].items()))
+    table.add_row("peak memory", f"{speed['peak_gb']:.2f} GB")
+    if speed["compiling_seconds"] is not None:
+        table.add_row("compiling", f"{speed['compiling_seconds']:.0f} s, then again {speed['recompilations']} times")
+        table.add_row("eager ÷ compiled step", str(speed["compiled_gain"]))
+    table.add_row("waiting for data", f"{100 * speed['loader_wait']:.1f} % of the time")
+    Console().print(table)
     return speed
 
 
-def measure_speed(config: Config, steps: int) -> Speed:
+def measure_speed(config: Config, steps: int) -> dict[str, Any]:
     """Trains a few steps on the same views, times large matrix products in turns with them, then loads views again."""
     device = resolve_device(config.runtime.device)
     if device.type == "cpu":
         (return_freed_memory if config.runtime.recompute else keep_freed_memory)()
     method = build.build_method(config).to(device).train()
-    assert isinstance(method.encoder, VisionTransformer)
-    image_size = Architecture.of(config.model.name, method.encoder).image_size
-    loader = build.build_loader(config, build.build_source(config), image_size, pin_memory=device.type == "cuda")
+    source, image_size = build.build_source(config), shape_of(config.model).image_size
+    loader = build.build_loader(config, source, image_size, pin_memory=device.type == "cuda")
     channels = pixel_channels(config.model.in_chans)
     views = replace(config.views, mean=(0.0,) * channels, std=(1.0,) * channels)  # any: they cost the same
     prepare = build.build_prepare(views=views, in_chans=config.model.in_chans)
@@ -105,8 +97,8 @@ def measure_speed(config: Config, steps: int) -> Speed:
         peak = peak_bytes(device) - before
         products = Gemm(device, plan.autocast or torch.float32)
         measures = {"step": lambda: seconds(step, device), "gemm": products.rate}
-        graphs = _graphs() if plan.compile else 0
         if plan.compile:
+            graphs = _graphs()
             twin = build.build_method(config).to(device).train()
             eager = RepeatedStep(twin, step.views, replace(plan, compile=False), config.optim.name)
             eager.done = advance
@@ -128,25 +120,23 @@ def measure_speed(config: Config, steps: int) -> Speed:
             step()
     images = config.train.batch_size
     spread = Spread.of(times["step"])
-    share, flops = None, config_flops(config, class_token=False)  # of the plain iteration: work left out is speed
-    if flops is not None:
-        share = Spread.of([images * flops / t / rate for t, rate in zip(times["step"], times["gemm"], strict=True)])
-    return Speed(
-        device=str(device),
-        batch_size=images,
-        images_per_second=images / spread.median,
-        step_seconds=spread,
-        gemm_gflops=max(times["gemm"]) / 1e9,
-        ceiling_share=share,
-        phases={name: spent / sum(phases.seconds.values()) for name, spent in phases.seconds.items()},
-        peak_gb=peak / 2**30,
-        loader_wait=wait,
-        compiling_seconds=max(0.0, first - spread.median) if plan.compile else None,
-        compiled_gain=Spread.of([e / t for e, t in zip(times["eager"], times["step"], strict=True)])
-        if plan.compile
-        else None,
-        recompilations=_graphs() - graphs if plan.compile else None,
-    )
+    flops = config_flops(config, class_token=False)  # of the plain iteration: work left out is speed
+    shares = [images * (flops or 0) / t / rate for t, rate in zip(times["step"], times["gemm"], strict=True)]
+    gains = [e / t for e, t in zip(times.get("eager", ()), times["step"], strict=False)]
+    return {
+        "device": str(device),
+        "batch_size": images,
+        "images_per_second": images / spread.median,  # without waiting for data
+        "step_seconds": spread,
+        "gemm_gflops": max(times["gemm"]) / 1e9,
+        "ceiling_share": Spread.of(shares) if flops else None,
+        "phases": {name: spent / sum(phases.seconds.values()) for name, spent in phases.seconds.items()},  # of a step
+        "peak_gb": peak / 2**30,  # model, optimizer and activations
+        "loader_wait": wait,  # share of the time, with views from the loader
+        "compiling_seconds": max(0.0, first - spread.median) if plan.compile else None,
+        "compiled_gain": Spread.of(gains) if gains else None,  # time of an eager step ÷ time of a compiled one
+        "recompilations": _graphs() - graphs if plan.compile else None,  # after the first two steps
+    }
 
 
 def _graphs() -> int:
@@ -154,24 +144,6 @@ def _graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
-
-
-def print_speed(speed: Speed, title: str) -> None:
-    table = Table(title=title, box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_row("images per second", f"{speed.images_per_second:.1f} (batch {speed.batch_size}, {speed.device})")
-    table.add_row("one step", f"{speed.step_seconds} s, median (lowest–highest)")
-    if speed.ceiling_share is not None:
-        table.add_row("share of the GEMM ceiling", f"{speed.ceiling_share} of {speed.gemm_gflops:.0f} GFLOP/s")
-    table.add_row("phases", ", ".join(f"{name} {100 * share:.1f} %" for name, share in speed.phases.items()))
-    table.add_row("peak memory", f"{speed.peak_gb:.2f} GB")
-    if speed.compiling_seconds is not None:
-        table.add_row("compiling", f"{speed.compiling_seconds:.0f} s, then again {speed.recompilations} times")
-        table.add_row("eager ÷ compiled step", str(speed.compiled_gain))
-    table.add_row("waiting for data", f"{100 * speed.loader_wait:.1f} % of the time")
-    Console().print(table)
-
-
-# ------------------------------------------------------------------------------------------------------------- step
 
 
 class RepeatedStep:
@@ -217,9 +189,6 @@ class RepeatedStep:
         return float(losses["loss"].detach())
 
 
-# ------------------------------------------------------------------------------------------------------------- time
-
-
 def in_turns(measures: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: int = 1) -> dict[str, list[float]]:
     """Calls every measure once a round, in turns; the values of the warm-up rounds are dropped."""
     values: dict[str, list[float]] = {name: [] for name in measures}
@@ -246,24 +215,20 @@ def wait_for(device: torch.device | None) -> None:
 
 
 class Gemm:
-    """The ceiling of everything made of matrix products: the best rate over a few large ones."""
+    """The ceiling of everything made of matrix products: the best rate over a few large ones, twice each."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.device = device
-        self._pairs = [
-            (torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype))
-            for m, k, n in GEMM_SHAPES
-        ]
+        create = partial(torch.randn, device=device, dtype=dtype)
+        self._pairs = [(create(m, k), create(k, n)) for m, k, n in GEMM_SHAPES]
 
-    @torch.no_grad()
-    def rate(self, repeats: int = 2) -> float:
+    def rate(self) -> float:
         """FLOPs per second, now: 2 per multiply-add."""
-        best = 0.0
-        for a, b in self._pairs:
-            flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
-            for _ in range(repeats):
-                best = max(best, flops / seconds(lambda a=a, b=b: torch.mm(a, b), self.device))  # type: ignore[misc]
-        return best
+        return max(
+            2 * a.numel() * b.shape[1] / seconds(partial(torch.mm, a, b), self.device)
+            for a, b in self._pairs
+            for _ in range(2)
+        )
 
 
 class Phases:
@@ -292,9 +257,6 @@ class Phases:
         if self._open:
             self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
         self._since = now
-
-
-# --------------------------------------------------------------------------------------------------------- memory
 
 
 def resident_bytes(key: str = "VmRSS") -> int:

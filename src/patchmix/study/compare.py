@@ -9,7 +9,7 @@ from rich.table import Table
 
 from patchmix.config import Config, differences, read_config
 from patchmix.evaluate.results import FILE, Result, read_results
-from patchmix.recipes import PAPER_ROWS, RECIPES, PaperRow
+from patchmix.recipes import PAPER_ROWS, RECIPES
 from patchmix.settings import Compare
 
 PROTOCOLS = {
@@ -39,16 +39,15 @@ class Row:
     results: dict[str, Result]  # by protocol, the latest of each
 
     @property
-    def paper(self) -> PaperRow | None:
-        return None if self.config is None or self.data is None else paper_row(self.config, self.data)
+    def paper(self) -> dict[str, float]:
+        return paper_accuracies(self.config, self.data)
 
 
 def compare(settings: Compare, console: Console | None = None) -> list[Row]:
     """Prints a column for each row: what it is, top-1 in % with its 95 % interval, and the paper's number."""
     rows = read_rows(settings.runs)
-    table = Table(
-        caption="top-1 % or mIoU % with 95 % interval, AP % of detectors; the paper's number for the same training"
-    )
+    measures = "top-1 % or mIoU % with 95 % interval, AP % of detectors"
+    table = Table(caption=f"{measures}; the paper's number for the same training")
     table.add_column("run", no_wrap=True)
     for row in rows:
         table.add_column(row.run, justify="right", overflow="fold")
@@ -89,24 +88,19 @@ def stored_config(folder: Path) -> Config | None:
     return read_config(folder) if (folder / "config.yaml").is_file() else None
 
 
-def paper_row(config: Config, data: str) -> PaperRow | None:
-    """The row of the paper's tables that this training, evaluated on `data`, reproduces; None where it is another.
+def paper_accuracies(config: Config | None, data: str | None) -> dict[str, float]:
+    """What the paper reports for this training, evaluated on `data`: in %, by protocol; {} where it is another.
 
     Recipe, model, data and epochs have to be the paper's, and no other setting of the training may be changed.
     """
-    if config.recipe != "paper" or config.train.budget is not None:
-        return None
+    if config is None or data is None or config.recipe != "paper" or config.train.budget is not None:
+        return {}
     plain = RECIPES["paper"](config.model.name, epochs=config.train.epochs)
     if any(not change.startswith(_FREE) for change in differences(plain, config)):
-        return None
-    for row in PAPER_ROWS:
-        same_data = Path(config.data.path).name == row.data == Path(data).name  # cifar10, or a folder of that name
-        if same_data and row.model == config.model.name and row.epochs == config.train.epochs:
-            return row
-    return None
-
-
-# ------------------------------------------------------------------------------------------------------------- tables
+        return {}
+    names = {Path(config.data.path).name, Path(data).name}  # cifar10, or a folder of that name
+    wanted = (names, config.model.name, config.train.epochs)
+    return next((row.accuracies for row in PAPER_ROWS if ({row.data}, row.model, row.epochs) == wanted), {})
 
 
 def _facts(row: Row) -> dict[str, str | None]:
@@ -122,7 +116,7 @@ def _facts(row: Row) -> dict[str, str | None]:
 
 
 def _cell(row: Row, protocol: str) -> str:
-    result, paper = row.results.get(protocol), row.paper.accuracies if row.paper else {}
+    result, paper = row.results.get(protocol), row.paper
     lines = [line for line in (result.headline, result.headline_interval) if line] if result else ["–"]
     if protocol in paper:
         lines.append(f"paper {paper[protocol]:.1f}")

@@ -8,7 +8,8 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,6 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -31,7 +31,7 @@ from patchmix.train.log import read_metrics
 
 SIGNS = {"ok": "[green]✓[/]", "could be better": "[yellow]![/]", "missing": "[red]✗[/]", "bad": "[red]✗[/]"}
 VERSIONS = ("patchmix-ssl", "torch", "torchvision", "timm", "numpy", "opencv-python-headless", "pillow")
-EXTRAS = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "onnx": "onnx"}  # module: extra
+EXTRAS = ("wandb", "mlflow", "trackio", "onnx")  # modules, and extras of the same name
 LEAST_FREE_GB = 5.0
 Verdict = Literal["ok", "could be better", "missing", "bad"]
 Rows = Sequence[dict[str, Any]]  # of metrics.jsonl
@@ -59,7 +59,7 @@ def doctor(settings: Doctor) -> list[Finding]:
 
 
 def examine(runs: Path) -> list[Finding]:
-    parts = (versions(), devices(), cores(), memory(), images(), storage(runs), compiling(), processes(), extras())
+    parts = (versions(), devices(), cores(), memory(), images(), storage(runs), compiling(), extras())
     return [finding for part in parts for finding in part]
 
 
@@ -75,13 +75,11 @@ def print_findings(findings: list[Finding], console: Console | None = None) -> N
 
 
 def versions() -> Iterator[Finding]:
-    found = []
+    found = [f"Python {platform.python_version()}"]
     for name in VERSIONS:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):  # another build of OpenCV, or run from its source
             found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:  # another build of OpenCV, or run from its source
-            continue
-    yield Finding("versions", f"Python {platform.python_version()}, {', '.join(found)}")
+    yield Finding("versions", ", ".join(found))
 
 
 def devices() -> Iterator[Finding]:
@@ -167,18 +165,11 @@ def compiling() -> Iterator[Finding]:
     yield check(bool(found), "--compile", text, f"if you want it: {remedy}")
 
 
-def processes() -> Iterator[Finding]:
-    wanted = "nccl" if torch.cuda.is_available() else "gloo"
-    fine = dist.is_available() and (dist.is_nccl_available() if wanted == "nccl" else dist.is_gloo_available())
-    remedy = f"install a torch build with {wanted}"
-    yield check(fine, "several processes", wanted if fine else f"no {wanted}", remedy, otherwise="missing")
-
-
 def extras() -> Iterator[Finding]:
-    for module, extra in EXTRAS.items():
-        installed = importlib.util.find_spec(module) is not None
-        remedy = f"if you want it: pip install 'patchmix-ssl[{extra}]'"
-        yield check(installed, module, "installed" if installed else "not installed", remedy)
+    for name in EXTRAS:
+        installed = importlib.util.find_spec(name) is not None
+        remedy = f"if you want it: pip install 'patchmix-ssl[{name}]'"
+        yield check(installed, name, "installed" if installed else "not installed", remedy)
 
 
 # -------------------------------------------------------------------------------------------------------------- a run
@@ -223,8 +214,8 @@ def representation(config: Config, steps: Rows, evaluations: Rows) -> Iterator[F
 def contrasts(config: Config, steps: Rows, evaluations: Rows) -> Iterator[Finding]:
     """How far each term of the loss is on its way from chance to floor, now and at best."""
     progress, options = steps[-1]["progress"], config.method.options
-    for term in dict.fromkeys(key.removesuffix("/chance") for row in steps for key in row if key.endswith("/chance")):
-        ways = np.array([_way(row, term) for row in steps if row.get(term) is not None])
+    for term in loss_terms(steps):
+        ways = np.array([way(row, term) for row in steps if row.get(term) is not None])
         window = max(1, len(ways) // 10)
         means = np.convolve(ways, np.ones(window) / window, mode="valid")
         now, best = means[-1], means.max()
@@ -274,8 +265,8 @@ def trend(config: Config, steps: Rows, evaluations: Rows) -> Iterator[Finding]:
     later = trained[len(trained) // 2 :]
     if len(later) < LEAST_EVALUATIONS:
         every = steps[-1]["epoch"] / max(steps[-1]["progress"], 1e-9) / 20
-        found = f"too few evaluations to see a trend ({len(trained)}); --monitor-every {every:.2g} gives 20"
-        yield Finding("trend", found)
+        few = f"too few evaluations to see a trend ({len(trained)})"
+        yield Finding("trend", f"{few}; --monitor-every {every:.2g} gives 20")
         return
     values = [factor * row[key] for row in later]
     (gain, _), covariance = np.polyfit(np.log2([row["step"] for row in later]), values, 1, cov=True)
@@ -301,7 +292,12 @@ def speed(config: Config, steps: Rows, evaluations: Rows) -> Iterator[Finding]:
         yield check(after >= SLOWER * before, "speed", found, remedy)
 
 
-def _way(row: dict[str, Any], term: str) -> float:
+def loss_terms(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """The loss's parts that have a chance level, in the order in which they were logged."""
+    return list(dict.fromkeys(key.removesuffix("/chance") for row in rows for key in row if key.endswith("/chance")))
+
+
+def way(row: dict[str, Any], term: str) -> float:
     """0 at chance, 1 at the floor; 0 where both are the same, as for a teacher that tells nothing apart."""
     chance, floor = row[f"{term}/chance"], row[f"{term}/floor"]
     return (chance - row[term]) / (chance - floor) if chance - floor > 1e-3 * abs(chance) else 0.0

@@ -6,9 +6,9 @@ out what the last block would do for unused tokens. Norms, activations and the s
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from patchmix.build import build_weightless
+from patchmix.build import build_encoder, build_weightless
 from patchmix.config import Config, MethodConfig, ModelConfig
+from patchmix.interop.backbone import Architecture
 from patchmix.methods.options import METHOD_OPTIONS
-from patchmix.nn.vit import ConvStem, create_encoder
+from patchmix.nn.vit import ConvStem
 from patchmix.progress import progress_bar
 from patchmix.schedules import Linear, stage
 from patchmix.settings import Flops
@@ -43,56 +44,25 @@ PAPER_GFLOPS = {
 PAPER_CROPS = {"dino": (8, 16), "ibot": (10, 24)}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What the cost depends on."""
-
-    image_size: int
-    patch_size: int
-    dim: int
-    depth: int
-    in_chans: int = 3
-    stem: str = "patch"
-    parameters: int = field(default=0, compare=False)  # of the encoder (Table "backbone")
-
-    @property
-    def patches(self) -> int:
-        return (self.image_size // self.patch_size) ** 2
-
-
 @functools.cache
-def sizes_of(model: str, *, image_size: int | None = None, patch_size: int | None = None) -> Sizes:
+def shape_of(model: ModelConfig) -> Architecture:
     """The sizes of any model that `create_encoder` knows; nothing is allocated."""
     with torch.device("meta"):
-        encoder = create_encoder(model, image_size=image_size, patch_size=patch_size)
-    height, _ = encoder.patch_embed.img_size or (0, 0)
-    patch, _ = encoder.patch_embed.patch_size
-    parameters = sum(parameter.numel() for parameter in encoder.parameters())
-    return Sizes(int(height), int(patch), encoder.embed_dim, len(encoder.blocks), parameters=parameters)
-
-
-def config_sizes(config: Config) -> Sizes:
-    model = config.model
-    found = sizes_of(model.name, image_size=model.image_size, patch_size=model.patch_size)
-    dim, depth = model.dim or found.dim, model.depth or found.depth
-    return replace(found, dim=dim, depth=depth, in_chans=model.in_chans, stem=model.stem)
-
-
-# ---------------------------------------------------------------------------------------------------- closed form
+        return Architecture.of(model.name, build_encoder(replace(model, initialization="timm", positions="learned")))
 
 
 def encoder_flops(
-    sizes: Sizes, *, attention: bool = False, class_token: bool = False, token_dropout: float = 0.0
+    shape: Architecture, *, attention: bool = False, class_token: bool = False, token_dropout: float = 0.0
 ) -> int:
     """One image through the ViT: patch embedding and blocks with an MLP of four times the width.
 
     class_token: the last block computes the class token only, as it does here where the others are not used.
     """
-    tokens, d = max(1, round((1 - token_dropout) * sizes.patches)) + 1, sizes.dim
-    embedding = 2 * sizes.patches * sizes.in_chans * sizes.patch_size**2 * d
-    if sizes.stem == "conv":
-        stem = ConvStem(sizes.in_chans, d, sizes.patch_size)
-        pixels = [sizes.image_size**2 // 4 ** (i + 1) for i in range(len(stem) // 3)]
+    tokens, d = max(1, round((1 - token_dropout) * shape.patches)) + 1, shape.dim
+    embedding = 2 * shape.patches * shape.in_chans * shape.patch_size**2 * d
+    if shape.stem == "conv":
+        stem = ConvStem(shape.in_chans, d, shape.patch_size)
+        pixels = [shape.image_size**2 // 4 ** (i + 1) for i in range(len(stem) // 3)]
         convolutions = [layer.weight.numel() for layer in stem if isinstance(layer, nn.Conv2d)]
         embedding = 2 * sum(n * weights for n, weights in zip([*pixels, pixels[-1]], convolutions, strict=True))
 
@@ -101,12 +71,12 @@ def encoder_flops(
         scores = 2 * 2 * queries * tokens * d if attention else 0  # q·kᵀ and its product with v
         return linear + scores
 
-    return embedding + (sizes.depth - 1) * block(tokens) + block(1 if class_token else tokens)
+    return embedding + (shape.depth - 1) * block(tokens) + block(1 if class_token else tokens)
 
 
 def mlp_flops(*widths: int) -> int:
     """Linear layers between these widths, for one vector."""
-    return sum(2 * a * b for a, b in pairwise(widths))
+    return sum(2 * a * b for a, b in itertools.pairwise(widths))
 
 
 @dataclass(frozen=True)
@@ -125,12 +95,12 @@ class Iteration:
     momentum_all_tokens: int = 0
 
 
-def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = None) -> Iteration:
+def iteration(method: str, shape: Architecture, options: Mapping[str, Any] | None = None) -> Iteration:
     """What each method computes; `options` are its own, where they differ from its defaults."""
     if method not in METHOD_OPTIONS:
         raise ValueError(f"method is {method!r}; FLOPs are known for {', '.join(METHOD_OPTIONS)}")
     option = {**asdict(METHOD_OPTIONS[method]()), **(options or {})}
-    d, hidden, out = sizes.dim, option["head_hidden"], option["head_out"]
+    d, hidden, out = shape.dim, option["head_hidden"], option["head_out"]
     if method == "simclr":
         return Iteration(2, 0, mlp_flops(d, *[hidden] * (option["head_layers"] - 1), out))
     if method == "swav":
@@ -141,11 +111,11 @@ def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = Non
         plain = Iteration(2, 2, embed + score, embed + score)
         if method == "dino":
             return plain
-        masked = 2 * round(option["mask_probability"] * sum(option["mask_ratio"]) / 2 * sizes.patches)
+        masked = 2 * round(option["mask_probability"] * sum(option["mask_ratio"]) / 2 * shape.patches)
         return replace(
             plain,
             extra_online=masked * (embed + score),
-            extra_momentum=2 * sizes.patches * embed + masked * score,
+            extra_momentum=2 * shape.patches * embed + masked * score,
             online_all_tokens=2,
             momentum_all_tokens=2,
         )
@@ -175,7 +145,7 @@ def iteration(method: str, sizes: Sizes, options: Mapping[str, Any] | None = Non
 
 def method_flops(
     method: str,
-    sizes: Sizes,
+    shape: Architecture,
     *,
     options: Mapping[str, Any] | None = None,
     batch: int = 2,
@@ -191,52 +161,37 @@ def method_flops(
     With `attention` and `class_token` it is what runs here; without, it is the paper's count. `patch_heads=False`
     leaves out iBOT's head on patch tokens, as the paper's column seems to.
     """
-    steps = iteration(method, sizes, options)
+    steps = iteration(method, shape, options)
     cost = functools.partial(encoder_flops, attention=attention)
     query_cost = functools.partial(cost, token_dropout=token_dropout)
     drops = (options or {}).get("momentum_encoder") is False  # the encoder drops tokens of its keys, too
-    key, query = (each(sizes, class_token=class_token) for each in (query_cost if drops else cost, query_cost))
-    crop = query_cost(replace(sizes, image_size=local_size), class_token=class_token)
-    online = steps.online_views * (query + steps.online_head) + steps.online_all_tokens * (query_cost(sizes) - query)
-    tokens, d = max(1, round((1 - token_dropout) * sizes.patches)) + 1, sizes.dim
+    key, query = (each(shape, class_token=class_token) for each in (query_cost if drops else cost, query_cost))
+    crop = query_cost(replace(shape, image_size=local_size), class_token=class_token)
+    online = steps.online_views * (query + steps.online_head) + steps.online_all_tokens * (query_cost(shape) - query)
+    tokens, d = max(1, round((1 - token_dropout) * shape.patches)) + 1, shape.dim
     region = 18 * d * d + (4 * tokens * d if attention else 0)  # attention's projection, MLP; attention
     online += steps.regions * (region + steps.online_head)
     online += local_crops * steps.local_views * (crop + steps.online_head)
-    momentum = steps.momentum_views * (key + steps.momentum_head) + steps.momentum_all_tokens * (cost(sizes) - key)
+    momentum = steps.momentum_views * (key + steps.momentum_head) + steps.momentum_all_tokens * (cost(shape) - key)
     if patch_heads or method != "ibot":
         online, momentum = online + steps.extra_online, momentum + steps.extra_momentum
     return int(batch * (3 * online + momentum))
 
 
 def config_flops(config: Config, *, class_token: bool = True) -> int | None:
-    """FLOPs of a training step per image, with attention, on average over the training; None where no closed form is
-    known.
-    """
-    views, train = config.views, config.train
-    dropout, points = Linear(*train.token_dropout, duration=1.0), [(i + 0.5) / 12 for i in range(12)]
+    """FLOPs of a step per image, with attention, on average over the training; None without a known closed form."""
+    how: dict[str, Any] = {"batch": 1, "attention": True, "class_token": class_token}
+    how |= {"local_crops": config.views.local_crops, "local_size": config.views.local_size}
+    dropout, costs = Linear(*config.train.token_dropout, duration=1.0), []
     try:
-        sizes = config_sizes(config)
-        stages = train.image_sizes or (sizes.image_size,)
-        costs = [
-            method_flops(
-                config.method.name,
-                replace(sizes, image_size=min(stage(stages, progress), sizes.image_size)),
-                options=asdict(config.method.options),
-                batch=1,
-                attention=True,
-                class_token=class_token,
-                local_crops=views.local_crops,
-                local_size=views.local_size,
-                token_dropout=dropout(progress),
-            )
-            for progress in points
-        ]
+        shape, options = shape_of(config.model), asdict(config.method.options)
+        for progress in [(i + 0.5) / 12 for i in range(12)]:
+            size = min(stage(config.train.image_sizes or (shape.image_size,), progress), shape.image_size)
+            how["token_dropout"] = dropout(progress)
+            costs.append(method_flops(config.method.name, replace(shape, image_size=size), options=options, **how))
         return round(sum(costs) / len(costs))
     except ValueError:  # another project's method or model
         return None
-
-
-# -------------------------------------------------------------------------------------------------------- counted
 
 
 def count_flops(method: nn.Module, views: Sequence[Tensor]) -> tuple[int, int]:
@@ -253,9 +208,6 @@ def count_flops(method: nn.Module, views: Sequence[Tensor]) -> tuple[int, int]:
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-# ---------------------------------------------------------------------------------------------------------- table
-
-
 @dataclass(frozen=True)
 class FlopsRow:
     """One method × model. FLOPs of one iteration; `paper` is what the paper prints, or None."""
@@ -264,10 +216,11 @@ class FlopsRow:
     model: str
     local_crops: int
     local_size: int
-    parameters: int  # of the encoder
+    parameters: int  # of the encoder (Table "backbone")
     paper: float | None
     linear: int  # by the paper's way of counting
     full: int  # what runs here: with attention, all heads, and of the last block only what is used
+    counted: int | None = None  # what torch counts on tensors without values; iBOT's with masks it happens to draw
 
     @property
     def difference(self) -> float | None:
@@ -282,21 +235,31 @@ def flops_table(settings: Flops) -> list[FlopsRow]:
     nearest to the paper's numbers.
     """
     rows = []
-    batch = settings.batch
-    for model in (settings.model,) if settings.model else MODELS:
-        sizes = sizes_of(model, image_size=settings.image_size)
-        for method in (settings.method,) if settings.method else METHOD_OPTIONS:
-            as_paper = batch == 2 and settings.image_size is None and model in MODELS and method in PAPER_GFLOPS
+    models = [settings.model] if settings.model else list(MODELS)
+    methods = [settings.method] if settings.method else list(METHOD_OPTIONS)
+    as_usual = settings.batch == 2 and settings.image_size is None
+    with progress_bar("counting", len(models) * len(methods), settings.count, "rows") as advance:
+        for model, method in itertools.product(models, methods):
+            shape = shape_of(ModelConfig(model, image_size=settings.image_size))
+            with torch.device("meta"):
+                parameters = sum(parameter.numel() for parameter in shape.create().parameters())
+            as_paper = as_usual and model in MODELS and method in PAPER_GFLOPS
             number, size = PAPER_CROPS.get(method, (0, 96)) if model in MODELS else (0, 96)
             if settings.local_crops is not None:
                 number, size = settings.local_crops, 96
             size = settings.local_size or size
-            crops: dict[str, Any] = {"batch": batch, "local_crops": number, "local_size": size}
-            linear = method_flops(method, sizes, **crops, patch_heads=not as_paper)
-            full = method_flops(method, sizes, **crops, attention=True, class_token=True)
+            crops: dict[str, Any] = {"batch": settings.batch, "local_crops": number, "local_size": size}
+            linear = method_flops(method, shape, **crops, patch_heads=not as_paper)
+            full = method_flops(method, shape, **crops, attention=True, class_token=True)
             same_crops = (number, size) == PAPER_CROPS.get(method, (number, size))
             paper = PAPER_GFLOPS[method][MODELS.index(model)] * 1e9 if as_paper and same_crops else None
-            rows.append(FlopsRow(method, model, number, size, sizes.parameters, paper, linear, full))
+            row = FlopsRow(method, model, number, size, parameters, paper, linear, full)
+            if settings.count:
+                named = MethodConfig(method, METHOD_OPTIONS[method]())
+                built = build_weightless(ModelConfig(model, image_size=settings.image_size), named, **crops)
+                row = replace(row, counted=sum(count_flops(*built)))
+            rows.append(row)
+            advance(1)
     return rows
 
 
@@ -306,35 +269,18 @@ def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
     title = f"Cost of one iteration, batch {settings.batch}"
     gap = 1 if settings.count else 2  # 80 columns are enough
     table = Table(title=title, caption=caption, box=None, padding=(0, gap, 0, 0))
+    names = ["method", "model", "crops", "M par.", "paper", "linear", "off by", "full", "counted"]
+    for name in names if settings.count else names[:-1]:
+        table.add_column(name, justify="left" if name in ("method", "model") else "right", no_wrap=True)
+
+    def giga(value: float | None) -> str:
+        return "–" if value is None else f"{value / 1e9:.1f}"
+
     rows = flops_table(settings)
-    with progress_bar("counting", len(rows), settings.count, "rows") as advance:
-        counted = [_counted(row, settings, advance) for row in rows] if settings.count else ["" for _ in rows]
-    for row, count in zip(rows, counted, strict=True):
-        cells = {
-            "method": row.method,
-            "model": row.model,
-            "crops": f"{row.local_crops}×{row.local_size}" if row.local_crops else "–",
-            "M par.": f"{row.parameters / 1e6:.1f}",
-            "paper": "–" if row.paper is None else f"{row.paper / 1e9:.1f}",
-            "linear": f"{row.linear / 1e9:.1f}",
-            "off by": "–" if row.difference is None else f"{100 * row.difference:+.2f}%",
-            "full": f"{row.full / 1e9:.1f}",
-        }
-        if settings.count:
-            cells["counted"] = count
-        if not table.columns:
-            for name in cells:
-                table.add_column(name, justify="left" if name in ("method", "model") else "right", no_wrap=True)
-        table.add_row(*cells.values())
+    for row in rows:
+        crops = f"{row.local_crops}×{row.local_size}" if row.local_crops else "–"
+        off_by = "–" if row.difference is None else f"{100 * row.difference:+.2f}%"
+        cells = [row.method, row.model, crops, f"{row.parameters / 1e6:.1f}", giga(row.paper), giga(row.linear), off_by]
+        table.add_row(*cells, giga(row.full), *([giga(row.counted)] if settings.count else []))
     (console or Console()).print(table)
     return rows
-
-
-def _counted(row: FlopsRow, settings: Flops, advance: Callable[[int], None]) -> str:
-    """What torch counts on tensors without values, in G; for iBOT with the masks that it happens to draw."""
-    model = ModelConfig(name=row.model, image_size=settings.image_size)
-    named = MethodConfig(row.method, METHOD_OPTIONS[row.method]())
-    crops = {"local_crops": row.local_crops, "local_size": row.local_size}
-    flops = sum(count_flops(*build_weightless(model, named, batch=settings.batch, **crops)))
-    advance(1)
-    return f"{flops / 1e9:.1f}"

@@ -5,6 +5,7 @@ between processes are those of a run with two (tests). What concerns GPUs is rea
 nothing here was measured on one. n images per device, K keys over all devices, t tokens of width d.
 """
 
+import bisect
 import dataclasses
 import functools
 import os
@@ -19,11 +20,10 @@ from torch import Tensor
 
 from patchmix import distributed
 from patchmix.build import build_weightless
-from patchmix.config import Config, MethodConfig, ModelConfig, check_known
-from patchmix.methods.options import METHOD_OPTIONS
+from patchmix.config import Config, check_known
 from patchmix.recipes import PAPER_ROWS
 from patchmix.settings import Plan
-from patchmix.study.flops import config_flops, config_sizes, iteration
+from patchmix.study.flops import config_flops, iteration, shape_of
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,13 @@ HARDWARE = {
     "RTX3090-24GB": Hardware("RTX3090-24GB", 71, 24, 32, 3, 350, 8, "NVIDIA GA102 architecture white paper"),
 }
 
-# DeiT-B's 300 epochs took 53 h on 8 V100s (Touvron et al. 2021): 4.05e19 FLOPs of 1.9e20 at 125 TFLOP/s are 21 %.
-UTILIZATION = 0.2
 IMAGES = {row.data: row.images for row in PAPER_ROWS} | {"shapes": 10_000}
 IMAGE_BYTES = {"imagenet": 108_000, "cifar10": 2_200, "cifar100": 2_200}  # ImageNet's training files: 138 GB
 # CPU time of an image's views, measured on one core of an AMD EPYC (AVX-512): per view and per pixel of it, and the
 # decoding of a JPEG per byte of the file; two views at 32 and 224 px and ten at 224 and 96 px within a third.
 VIEW_SECONDS, PIXEL_SECONDS, BYTE_SECONDS = 6.0e-5, 1.2e-8, 2.1e-8
 HOST_COPY_GB_S = 10.0  # device to host memory, over PCIe 4 without pinned pages
-_COUNTED = 8  # images in the step whose traffic is counted
+COUNTED = 8  # images in the step whose traffic is counted
 USABLE = 0.9  # of the memory: the rest is for fragments, the CUDA context and NCCL
 
 
@@ -77,56 +75,43 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one device sends and receives in a step."""
-
-    gradients: int
-    keys: int  # and scores
-    statistics: int  # of batch norms, and centers
-    mixing: int
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """All that `patchmix plan` says."""
-
-    model: str
-    method: str
-    hardware: str
-    source: str
-    devices: int
-    images: int
-    epochs: float
-    batch_size: int
-    flops_per_image: int
-    flops: float
-    utilization: float
-    hours: float
-    kwh: float
-    memory: Memory
-    memory_recomputing: Memory
-    memory_gb: float  # of the device
-    largest_batch: int  # per device
-    largest_batch_recomputing: int
-    images_per_second: float
-    loader_cores: float
-    disk_gb: float
-    read_mb_s: float
-    traffic: Traffic
-    traffic_share: float | None  # time of the traffic ÷ time of a step's FLOPs, if nothing overlaps
-    checkpoint_gb: float
-    checkpoint_stall_s: float
-
-
-def plan(settings: Plan[Any], console: Console | None = None) -> Estimate:
+def plan(settings: Plan[Any], console: Console | None = None) -> dict[str, Any]:
     """Prints what the run would take on the hardware."""
     found = estimate(settings)
-    _print(found, console or Console())
+
+    def gb(size: float) -> str:
+        return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+    def parts(memory: Memory) -> str:
+        values = asdict(memory)
+        return f"{gb(memory.total)} ({', '.join(f'{name} {gb(value)}' for name, value in values.items())})"
+
+    title = f"{found['method']}, {found['model']}: {found['devices']} × {found['hardware']}"
+    table = Table(title=title, box=None, show_header=False)
+    sent = {name: value for name, value in found["traffic"].items() if value}
+    rows = {
+        "training": f"{found['images']:,} images × {found['epochs']:g} epochs, batch {found['batch_size']}",
+        "FLOPs": f"{found['flops']:.3g} ({found['flops_per_image'] / 1e9:.1f} G per image)",
+        "time": f"{found['hours']:,.1f} h at {100 * found['utilization']:.0f} % of the peak",
+        "energy": f"{found['kwh']:,.0f} kWh at full power" if found["kwh"] else "–",
+        "memory per device": parts(found["memory"]),
+        "with --recompute": parts(found["memory_recomputing"]),
+        "largest batch per device": f"{found['largest_batch']}; with --recompute {found['largest_batch_recomputing']}",
+        "loader": f"{found['images_per_second']:,.0f} images/s, {found['loader_cores']:.1f} cores",
+        "data": f"{found['disk_gb']:,.1f} GB, read at {found['read_mb_s']:,.0f} MB/s",
+        "traffic per step": ", ".join(f"{name} {gb(value)}" for name, value in sent.items()) or "–",
+        "traffic ÷ compute": f"{found['traffic_share']:.2f}, if nothing overlaps" if found["traffic_share"] else "–",
+        "checkpoint": f"{found['checkpoint_gb']:.2f} GB, the loop stops for {found['checkpoint_stall_s']:.2f} s",
+        "peak numbers": found["source"],
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    (console or Console()).print(table)
     return found
 
 
-def estimate(settings: Plan[Any]) -> Estimate:
+def estimate(settings: Plan[Any]) -> dict[str, Any]:
+    """All that `patchmix plan` says."""
     config, (devices, device) = settings.run, hardware_of(settings)
     generated = re.fullmatch(r"shapes:(\d+)", config.data.path)
     images = settings.images or (int(generated[1]) if generated else IMAGES.get(config.data.path))
@@ -141,44 +126,47 @@ def estimate(settings: Plan[Any]) -> Estimate:
         raise ValueError(f"no closed form is known for {config.method.name} with {config.model.name}")
     batch, n = config.train.batch_size, config.train.batch_size // devices // config.train.accumulate
     total = per_image * images * config.train.epochs
-    hours = total / (devices * device.tflops * 1e12 * settings.utilization) / 3600
+    # By default 20 % of the peak: DeiT-B's 300 epochs took 53 h on 8 V100s (Touvron et al. 2021), where 4.05e19 FLOPs
+    # of 1.9e20 at 125 TFLOP/s are 21 %.
+    flops_per_second = devices * device.tflops * 1e12 * settings.utilization
+    hours = total / flops_per_second / 3600
     rate = images * config.train.epochs / hours / 3600
     size = settings.image_kb * 1000 if settings.image_kb else IMAGE_BYTES.get(config.data.path, 108_000)
     low = config.train.precision == "bf16" or (config.train.precision == "auto" and bool(settings.gpus))
-    plain, recomputing = (memory(config, n, low=low, recompute=r, several=devices > 1) for r in (False, True))
-    room = USABLE * device.memory_gb * 1e9
+    plain: dict[str, Any] = {"low": low, "recompute": False, "several": devices > 1}
+    recomputing, room = plain | {"recompute": True}, USABLE * device.memory_gb * 1e9
     traffic = traffic_of(config, n, devices, low=low)
     speed = device.link_gb_s if devices <= device.per_machine else device.network_gb_s
-    step = batch * per_image / (devices * device.tflops * 1e12 * settings.utilization)
-    state = _state_bytes(config)
-    return Estimate(
-        model=config.model.name,
-        method=config.method.name,
-        hardware=device.name,
-        source=device.source,
-        devices=devices,
-        images=images,
-        epochs=config.train.epochs,
-        batch_size=batch,
-        flops_per_image=per_image,
-        flops=total,
-        utilization=settings.utilization,
-        hours=hours,
-        kwh=hours * devices * device.watts / 1000,
-        memory=plain,
-        memory_recomputing=recomputing,
-        memory_gb=device.memory_gb,
-        largest_batch=largest_batch(config, room, low=low, recompute=False, several=devices > 1),
-        largest_batch_recomputing=largest_batch(config, room, low=low, recompute=True, several=devices > 1),
-        images_per_second=rate,
-        loader_cores=rate * view_seconds(config, size),
-        disk_gb=images * size / 1e9,
-        read_mb_s=rate * size / 1e6,
-        traffic=traffic,
-        traffic_share=sum(asdict(traffic).values()) / (speed * 1e9) / step if devices > 1 else None,
-        checkpoint_gb=state / 1e9,
-        checkpoint_stall_s=state / 1e9 / HOST_COPY_GB_S,
-    )
+    exchange_seconds, step_seconds = sum(traffic.values()) / (speed * 1e9), batch * per_image / flops_per_second
+    encoder, heads, _, copy = parameters(config)
+    checkpoint_gb = (4 * (encoder + heads + copy) + 8 * (encoder + heads)) / 1e9  # weights, and two moments
+    return {
+        "model": config.model.name,
+        "method": config.method.name,
+        "hardware": device.name,
+        "source": device.source,
+        "devices": devices,
+        "images": images,
+        "epochs": config.train.epochs,
+        "batch_size": batch,
+        "flops_per_image": per_image,
+        "flops": total,
+        "utilization": settings.utilization,
+        "hours": hours,
+        "kwh": hours * devices * device.watts / 1000,
+        "memory": memory(config, n, **plain),
+        "memory_recomputing": memory(config, n, **recomputing),
+        "largest_batch": largest_batch(config, room, **plain),  # per device
+        "largest_batch_recomputing": largest_batch(config, room, **recomputing),
+        "images_per_second": rate,
+        "loader_cores": rate * view_seconds(config, size),
+        "disk_gb": images * size / 1e9,
+        "read_mb_s": rate * size / 1e6,
+        "traffic": traffic,
+        "traffic_share": exchange_seconds / step_seconds if devices > 1 else None,  # if nothing overlaps
+        "checkpoint_gb": checkpoint_gb,
+        "checkpoint_stall_s": checkpoint_gb / HOST_COPY_GB_S,
+    }
 
 
 def hardware_of(settings: Plan[Any]) -> tuple[int, Hardware]:
@@ -207,13 +195,10 @@ def this_machine(settings: Plan[Any]) -> Hardware:
     speed, flops = measure_speed(config, steps=1), config_flops(config)
     assert flops is not None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    if speed.device != "cpu":
+    if speed["device"] != "cpu":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
-    rate = speed.images_per_second * flops / settings.utilization / 1e12  # what is measured is what is reached
-    return Hardware(f"here ({speed.device})", rate, memory, 10, 1, 0, 8, "measured by a step on this machine")
-
-
-# ------------------------------------------------------------------------------------------------------------ memory
+    rate = speed["images_per_second"] * flops / settings.utilization / 1e12  # what is measured is what is reached
+    return Hardware(f"here ({speed['device']})", rate, memory, 10, 1, 0, 8, "measured by a step on this machine")
 
 
 def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool = False) -> Memory:
@@ -222,8 +207,8 @@ def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool 
     low: bf16 autocast; the stream of tokens between blocks, weights and moments stay fp32. several: gradients have
     buckets that stay, as in DistributedDataParallel.
     """
-    shape = config_sizes(config)
-    encoder, head, largest, copy = _parameters(config)
+    shape = shape_of(config.model)
+    encoder, head, largest, copy = parameters(config)
     trained = encoder + head
     weights = 4 * (trained + copy) + (2 * (trained + copy) if low else 0)  # autocast keeps casts of the weights
     wide, narrow = 4, 2 if low else 4
@@ -244,13 +229,11 @@ def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool 
 
     steps = iteration(config.method.name, shape, asdict(config.method.options))
     crops = config.views.local_crops * steps.local_views
-    option = {**asdict(METHOD_OPTIONS[config.method.name]()), **asdict(config.method.options)}
-    rows = steps.online_views + crops + steps.regions
-    vectors = rows * (6 * option["head_hidden"] + 4 * option["head_out"]) * narrow
+    options, rows = config.method.options, steps.online_views + crops + steps.regions
+    vectors = rows * (6 * options.head_hidden + 4 * options.head_out) * narrow
     images = 2 * 3 * shape.image_size**2 * 4 if config.method.name in ("patchmix", "sdmp") else 0  # mixed ones
-    saved = int(
-        n * (steps.online_views * of(shape.image_size) + crops * of(config.views.local_size) + vectors + images)
-    )
+    views = steps.online_views * of(shape.image_size) + crops * of(config.views.local_size)
+    saved = int(n * (views + vectors + images))
     if recompute:
         saved += n * (shape.patches + 1) * shape.dim * whole
     gradients = 4 * trained if several else 4 * head
@@ -260,14 +243,10 @@ def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool 
     return Memory(weights, gradients, 8 * trained, saved)
 
 
-def _parameters(config: Config) -> tuple[int, int, int, int]:
-    """Of the encoder, of the heads, of the heads' largest layer, and of the momentum copy."""
-    return _count(config.model, config.method)
-
-
 @functools.cache
-def _count(model: ModelConfig, named: MethodConfig[Any]) -> tuple[int, int, int, int]:
-    method, _ = build_weightless(model, named, batch=1)
+def parameters(config: Config) -> tuple[int, int, int, int]:
+    """Of the encoder, of the heads, of the heads' largest layer, and of the momentum copy."""
+    method, _ = build_weightless(config.model, config.method, batch=1)
     encoder = sum(p.numel() for p in method.encoder.parameters())
     trained = {name: p.numel() for name, p in method.named_parameters() if not name.startswith("momentum_copy.")}
     heads = {name: count for name, count in trained.items() if not name.startswith("encoder.")}
@@ -275,45 +254,25 @@ def _count(model: ModelConfig, named: MethodConfig[Any]) -> tuple[int, int, int,
     return encoder, sum(heads.values()), max(heads.values()), everything - sum(trained.values())
 
 
-def _state_bytes(config: Config) -> int:
-    """Of a checkpoint: weights, momentum copy and two moments."""
-    encoder, head, _, copy = _parameters(config)
-    return 4 * (encoder + head + copy) + 8 * (encoder + head)
-
-
 def largest_batch(config: Config, room: float, **how: Any) -> int:
     """Images per device whose step fits into `room` bytes; 0 if not even two do."""
-    low, high = 0, 1 << 20
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if memory(config, middle, **how).total <= room else (low, middle)
-    return low if low >= 2 else 0
-
-
-# ----------------------------------------------------------------------------------------------------- data, traffic
+    most = bisect.bisect_right(range(1 << 20), room, key=lambda n: memory(config, n, **how).total) - 1
+    return most if most >= 2 else 0
 
 
 def view_seconds(config: Config, file_bytes: float) -> float:
     """CPU seconds of one image: decoding, and its views."""
-    shape, views = config_sizes(config), config.views
+    shape, views = shape_of(config.model), config.views
     pixels = 2 * shape.image_size**2 + views.local_crops * views.local_size**2
     return BYTE_SECONDS * file_bytes + VIEW_SECONDS * (2 + views.local_crops) + PIXEL_SECONDS * pixels
 
 
-def traffic_of(config: Config, n: int, devices: int, *, low: bool) -> Traffic:
-    """Of one device in one step of n images. Gathering receives what the others have; a ring's sum sends and receives
-    2 (D − 1)/D of its tensor.
+def traffic_of(config: Config, n: int, devices: int, *, low: bool) -> dict[str, int]:
+    """Bytes that one device sends and receives in one step of n images: gradients, keys (and scores), statistics (of
+    batch norms, and centers) and mixing, counted in the method's own calls; nothing is computed.
+
+    Gathering receives what the others have; a ring's sum sends and receives 2 (D − 1)/D of its tensor.
     """
-    encoder, head, _, _ = _parameters(config)
-    counted = _exchanged(config.model, config.method, config.views.local_crops, config.views.local_size, low)
-    others, ring = devices - 1, 2 * (devices - 1) / devices
-    by_image = {name: others * n * counted[name] // _COUNTED for name in ("keys", "mixing")}
-    return Traffic(int(ring * 4 * (encoder + head)), statistics=int(ring * counted["statistics"]), **by_image)
-
-
-@functools.cache
-def _exchanged(model: ModelConfig, named: MethodConfig[Any], crops: int, side: int, low: bool) -> dict[str, int]:
-    """Bytes that one of two devices receives in a step, counted in the method's own calls; nothing is computed."""
     counted = {"keys": 0, "statistics": 0, "mixing": 0}
 
     def gather(out: Tensor, x: Tensor) -> None:
@@ -322,46 +281,19 @@ def _exchanged(model: ModelConfig, named: MethodConfig[Any], crops: int, side: i
     def reduce(x: Tensor) -> None:
         counted["statistics" if x.ndim == 1 else "keys"] += x.nbytes
 
-    model = dataclasses.replace(model, depth=1, freeze_blocks=0)  # blocks exchange nothing
-    method, views = build_weightless(model, named, batch=_COUNTED, local_crops=crops, local_size=side)
+    model = dataclasses.replace(config.model, depth=1, freeze_blocks=0)  # blocks exchange nothing
+    crops = {"local_crops": config.views.local_crops, "local_size": config.views.local_size}
+    method, views = build_weightless(model, config.method, batch=COUNTED, **crops)
     with distributed.pretended(2, gather, reduce):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             loss = method(views)["loss"]
         loss.backward()
         method.after_step(0.5)
-    return counted
-
-
-# ------------------------------------------------------------------------------------------------------------- table
-
-
-def _print(found: Estimate, console: Console) -> None:
-    def gb(size: float) -> str:
-        return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-
-    def parts(memory: Memory) -> str:
-        values = asdict(memory)
-        return f"{gb(memory.total)} ({', '.join(f'{name} {gb(value)}' for name, value in values.items())})"
-
-    table = Table(
-        title=f"{found.method}, {found.model}: {found.devices} × {found.hardware}", box=None, show_header=False
-    )
-    sent = {name: value for name, value in asdict(found.traffic).items() if value}
-    rows = {
-        "training": f"{found.images:,} images × {found.epochs:g} epochs, batch {found.batch_size}",
-        "FLOPs": f"{found.flops:.3g} ({found.flops_per_image / 1e9:.1f} G per image)",
-        "time": f"{found.hours:,.1f} h at {100 * found.utilization:.0f} % of the peak",
-        "energy": f"{found.kwh:,.0f} kWh at full power" if found.kwh else "–",
-        "memory per device": parts(found.memory),
-        "with --recompute": parts(found.memory_recomputing),
-        "largest batch per device": f"{found.largest_batch}; with --recompute {found.largest_batch_recomputing}",
-        "loader": f"{found.images_per_second:,.0f} images/s, {found.loader_cores:.1f} cores",
-        "data": f"{found.disk_gb:,.1f} GB, read at {found.read_mb_s:,.0f} MB/s",
-        "traffic per step": ", ".join(f"{name} {gb(value)}" for name, value in sent.items()) or "–",
-        "traffic ÷ compute": "–" if found.traffic_share is None else f"{found.traffic_share:.2f}, if nothing overlaps",
-        "checkpoint": f"{found.checkpoint_gb:.2f} GB, the loop stops for {found.checkpoint_stall_s:.2f} s",
-        "peak numbers": found.source,
+    encoder, head, _, _ = parameters(config)
+    others, ring = devices - 1, 2 * (devices - 1) / devices
+    return {
+        "gradients": int(ring * 4 * (encoder + head)),
+        "keys": others * n * counted["keys"] // COUNTED,
+        "statistics": int(ring * counted["statistics"]),
+        "mixing": others * n * counted["mixing"] // COUNTED,
     }
-    for name, text in rows.items():
-        table.add_row(name, text)
-    console.print(table)
