@@ -150,12 +150,7 @@ def test_without_labels_health_is_shown() -> None:
 @pytest.mark.parametrize("ablation", ["num-mix", "epochs", "method"])
 def test_files(tmp_path: Path, ablation: str) -> None:
     table = ablated(ablation)
-    assert [path.name for path in write_table(table, tmp_path)] == [
-        "ablation.md",
-        "ablation.csv",
-        "ablation.json",
-        "ablation.png",
-    ]
+    write_table(table, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["ablation.md", "ablation.csv", "ablation.json", "ablation.png"]
     )

@@ -16,17 +16,15 @@ from patchmix.interop.loading import load_backbone
 from patchmix.report.gallery import Gallery, load_gallery
 from patchmix.report.neighbors import (
     LINES,
-    pack_explorer,
-    principal_plane,
-    show_map,
-    show_neighbors,
-)
-from patchmix.report.similarity import (
     choose_keys,
     cosine,
     describe_keys,
     nearest,
     normalized,
+    pack_explorer,
+    principal_plane,
+    show_map,
+    show_neighbors,
     show_similarity,
     similarity_figure,
 )

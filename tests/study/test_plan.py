@@ -19,7 +19,7 @@ from patchmix.recipes import PAPER_ROWS, start
 from patchmix.settings import Plan
 from patchmix.study.bench import RepeatedStep
 from patchmix.study.flops import config_flops, count_flops, encoder_flops, shape_of
-from patchmix.study.plan import HARDWARE, Memory, estimate, largest_batch, memory
+from patchmix.study.plan import HARDWARE, estimate, largest_batch, memory
 
 T2, S16, SMALL = ("paper", "vit_tiny_patch2_32"), ("paper", "vit_small_patch16_224"), ("fast", "vit_tiny_patch8_32")
 
@@ -97,7 +97,7 @@ def measured_peak(config: Config, n: int) -> int:
 )
 def test_memory_is_within_a_tenth_of_the_measured_peak(recipe: tuple[str, str], n: int, recompute: bool) -> None:
     config = start(recipe[0], model=recipe[1]).replace(batch_size=n, recompute=recompute, precision="fp32")
-    expected = memory(config, n, low=False, recompute=recompute).total
+    expected = sum(memory(config, n, low=False, recompute=recompute).values())
     assert expected == pytest.approx(measured_peak(config, n), rel=0.1)
 
 
@@ -124,7 +124,8 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     config = plan_of().run
     how: dict[str, Any] = {"low": True, "recompute": False, "several": True}
     most = largest_batch(config, 40e9, **how)
-    assert memory(config, most, **how).total <= 40e9 < memory(config, most + 1, **how).total
+    fits, next_one = (sum(memory(config, n, **how).values()) for n in (most, most + 1))
+    assert fits <= 40e9 < next_one
     assert largest_batch(config, 40e9, **how | {"recompute": True}) > 2 * most
     assert largest_batch(config, 1e8, **how) == 0
 
@@ -163,8 +164,8 @@ def test_the_tables_of_the_docs_are_what_the_command_says() -> None:
     rows = re.findall(r"^\| (imagenet|cifar10) \| (\S+) \| (\d+) \| (.*) \|$", text, flags=re.MULTILINE)
     assert len(rows) == len([row for row in PAPER_ROWS if row.data != "cifar100"])
 
-    def gb(*memories: Memory) -> str:
-        return "; ".join(f"{each.total / 1e9:.1f}" for each in memories)
+    def gb(*memories: dict[str, int]) -> str:
+        return "; ".join(f"{sum(each.values()) / 1e9:.1f}" for each in memories)
 
     for data, model, epochs, rest in rows:
         found = estimate(plan_of(data=data, model=model, epochs=float(epochs)))

@@ -243,30 +243,25 @@ def print_table(table: AblationTable, console: Console) -> None:
     console.print(printed)
 
 
-def write_table(table: AblationTable, folder: Path) -> list[Path]:
+def write_table(table: AblationTable, folder: Path) -> None:
     """ablation.md, .csv, .json and .png, each whole or as it was before."""
-    paths = [folder / f"ablation{ending}" for ending in (".md", ".csv", ".json", ".png")]
-    write_text(paths[0], markdown(table))
+    write_text(folder / "ablation.md", markdown(table))
     summaries = [table.summary(row) for row in table.rows]
     out = io.StringIO()
     writer = csv.DictWriter(out, list(summaries[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(summaries)  # accuracies in 0…1
-    write_text(paths[1], out.getvalue())
+    write_text(folder / "ablation.csv", out.getvalue())
     content = {
         **{key: getattr(table, key) for key in ("ablation", "data", "evaluated_on", "training")},
         "seeds": list(table.seeds),
         "interval": table.interval,
-        "rows": [
-            {**numbers, "runs": [asdict(run) for run in table.of(row)]}
-            for row, numbers in zip(table.rows, summaries, strict=True)
-        ],
+        "rows": [table.summary(row) | {"runs": [asdict(run) for run in table.of(row)]} for row in table.rows],
     }
-    write_text(paths[2], json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(folder / "ablation.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if any(run.failure is None for run in table.runs):
-        with replacing(paths[3]) as temporary:
+        with replacing(folder / "ablation.png") as temporary:
             ablation_figure(table).savefig(temporary, format="png", bbox_inches="tight")
-    return [path for path in paths if path.exists()]
 
 
 def markdown(table: AblationTable) -> str:

@@ -19,40 +19,40 @@ from patchmix.data.contract import Source
 from patchmix.data.views import as_channels, to_float
 from patchmix.interop.backbone import Backbone
 from patchmix.nn.vit import check_blocks, patch_tokens
-from patchmix.report.gallery import Encoders, crop_batch, find_image, load_all, open_images, spread
+from patchmix.report.gallery import crop_batch, find_image, load_all, open_images, spread
 from patchmix.report.neighbors import principal_components
 from patchmix.report.style import check_suffix, picture, picture_grid, short, style, write
 from patchmix.settings import ShowAttention, ShowPatches
 
+Inputs = tuple[VisionTransformer, Tensor]  # an encoder and images as it takes them
 HEAT = "inferno"  # lightness grows with the value: readable in gray, and without red-green vision
 
 
 def show_attention(settings: ShowAttention) -> list[Path]:
     """Draws the class token's attention in a block, one map per head, raw and overlaid, runs below each other."""
-    check_suffix(settings.out)
-    encoders = load_all(settings.runs)
-    source, positions, pictures = chosen_images(settings, encoders)
-    maps = []
-    for name, backbone in encoders:
-        inputs = encoder_and_images(backbone, source, positions, size=settings.size, device=settings.device)
-        maps.append((name, attention_maps(*inputs, block=settings.block).cpu()))
+    pictures, inputs = open_all(settings)
+    maps = [(name, attention_maps(*each, block=settings.block).cpu()) for name, each in inputs]
     return write({settings.out: attention_figure(pictures, maps, block=settings.block)})
 
 
-def chosen_images(settings: ShowAttention | ShowPatches, encoders: Encoders) -> tuple[Source, list[int], Tensor]:
-    """The images to draw: a source, positions in it, and the pictures there."""
+def open_all(settings: ShowAttention | ShowPatches) -> tuple[Tensor, list[tuple[str, Inputs]]]:
+    """The pictures to draw, and for each run its name, its encoder and the images for it."""
+    check_suffix(settings.out)
+    encoders = load_all(settings.runs)
     if (settings.data is None) == (not settings.image):
         raise ValueError("give either --data DATA or --image FILE …")
     source = open_images(settings.data or settings.image, in_chans=encoders[0][1].architecture.in_chans)
     wanted = settings.position or spread(len(source), len(settings.image) or settings.images)
     positions = [find_image(position, source) for position in wanted]
     size = settings.size or max(backbone.architecture.image_size for _, backbone in encoders)
-    return source, positions, crop_batch(source, positions, size)
+    how: dict[str, Any] = {"size": settings.size, "device": settings.device}
+    inputs = [(name, encoder_and_images(backbone, source, positions, **how)) for name, backbone in encoders]
+    return crop_batch(source, positions, size), inputs
 
 
 def encoder_and_images(
     backbone: Backbone, source: Source, positions: Sequence[int], *, size: int | None = None, device: str = "cpu"
-) -> tuple[VisionTransformer, Tensor]:
+) -> Inputs:
     """An encoder for images of `size` px (by default its own), and some images as it takes them, on `device`."""
     shape = backbone.architecture
     size = size or shape.image_size
@@ -134,12 +134,9 @@ def overlaid(image: np.ndarray, weight: Tensor) -> np.ndarray:
 
 def show_patches(settings: ShowPatches) -> list[Path]:
     """Draws images next to their patches in colors, one column per run; similar patches have similar colors."""
-    check_suffix(settings.out)
-    encoders = load_all(settings.runs)
-    source, positions, pictures = chosen_images(settings, encoders)
+    pictures, inputs = open_all(settings)
     columns = []
-    for name, backbone in encoders:
-        encoder, images = encoder_and_images(backbone, source, positions, size=settings.size, device=settings.device)
+    for name, (encoder, images) in inputs:
         with torch.no_grad():
             tokens = patch_tokens(encoder, images, [settings.block]).cpu()
         columns.append((name, token_colors(tokens, foreground=settings.foreground)))

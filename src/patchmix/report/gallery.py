@@ -96,9 +96,8 @@ class Gallery:
     def rows(self, images: Sequence[str | int], what: str) -> list[int]:
         """Rows of images that are given by position or path."""
         positions = [find_image(image, self.source, what) for image in images]
-        for position in positions:
-            if position not in self.positions:
-                raise ValueError(f"{what} {position} can't be decoded; choose another")
+        if broken := [position for position in positions if position not in self.positions]:
+            raise ValueError(f"{what} {broken[0]} can't be decoded; choose another")
         return [self.positions.index(position) for position in positions]
 
     def queries(self, images: Sequence[str | int], count: int) -> list[int]:

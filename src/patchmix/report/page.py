@@ -24,8 +24,7 @@ from patchmix.report.attention import attention_figure, attention_maps, encoder_
 from patchmix.report.curves import History, curves_data, read_history
 from patchmix.report.figures import mix_figure, patchmix_targets_figure
 from patchmix.report.gallery import Encoders, Gallery, crop_batch, load_gallery, spread, unique_names
-from patchmix.report.neighbors import map_figure, pack_explorer
-from patchmix.report.similarity import choose_keys, similarity_figure
+from patchmix.report.neighbors import choose_keys, map_figure, pack_explorer, similarity_figure
 from patchmix.settings import Report
 from patchmix.study.compare import paper_accuracies, stored_config
 from patchmix.study.doctor import loss_terms, way

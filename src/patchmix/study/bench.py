@@ -192,12 +192,10 @@ class RepeatedStep:
 def in_turns(measures: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: int = 1) -> dict[str, list[float]]:
     """Calls every measure once a round, in turns; the values of the warm-up rounds are dropped."""
     values: dict[str, list[float]] = {name: [] for name in measures}
-    for number in range(warm_up + rounds):
+    for _ in range(warm_up + rounds):
         for name, measure in measures.items():
-            value = measure()
-            if number >= warm_up:
-                values[name].append(value)
-    return values
+            values[name].append(measure())
+    return {name: measured[warm_up:] for name, measured in values.items()}
 
 
 def seconds(function: Callable[[], object], device: torch.device | None = None) -> float:

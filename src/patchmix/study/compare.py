@@ -54,11 +54,11 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
     facts = [_facts(row) for row in rows]
     for name in facts[0]:
         table.add_row(name, *(each[name] or "–" for each in facts), end_section=name == "evaluated on")
-    known, found = list(PROTOCOLS), {protocol for row in rows for protocol in row.results}
-    found = {protocol for protocol in found if protocol.split("@")[0] in known}
-    for protocol in sorted(found, key=lambda each: (known.index(each.split("@")[0]), each)):
-        name, _, labels = protocol.partition("@")  # knn@5-shot
-        table.add_row(f"{PROTOCOLS[name]} {labels}", *(_cell(row, protocol) for row in rows), end_section=True)
+    found = sorted({tuple(protocol.split("@")) for row in rows for protocol in row.results})  # knn; knn, 5-shot
+    for name, title in PROTOCOLS.items():
+        for parts in [each for each in found if each[0] == name]:
+            cells = (_cell(row, "@".join(parts)) for row in rows)
+            table.add_row(" ".join([title, *parts[1:]]), *cells, end_section=True)
     (console or Console()).print(table)
     return rows
 

@@ -222,11 +222,6 @@ class FlopsRow:
     full: int  # what runs here: with attention, all heads, and of the last block only what is used
     counted: int | None = None  # what torch counts on tensors without values; iBOT's with masks it happens to draw
 
-    @property
-    def difference(self) -> float | None:
-        """linear / paper − 1."""
-        return None if self.paper is None else self.linear / self.paper - 1.0
-
 
 def flops_table(settings: Flops) -> list[FlopsRow]:
     """Every method × model, with the paper's number where it has the row.
@@ -279,7 +274,7 @@ def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
     rows = flops_table(settings)
     for row in rows:
         crops = f"{row.local_crops}×{row.local_size}" if row.local_crops else "–"
-        off_by = "–" if row.difference is None else f"{100 * row.difference:+.2f}%"
+        off_by = "–" if row.paper is None else f"{100 * (row.linear / row.paper - 1):+.2f}%"
         cells = [row.method, row.model, crops, f"{row.parameters / 1e6:.1f}", giga(row.paper), giga(row.linear), off_by]
         table.add_row(*cells, giga(row.full), *([giga(row.counted)] if settings.count else []))
     (console or Console()).print(table)

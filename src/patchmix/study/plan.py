@@ -61,20 +61,6 @@ COUNTED = 8  # images in the step whose traffic is counted
 USABLE = 0.9  # of the memory: the rest is for fragments, the CUDA context and NCCL
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device."""
-
-    weights: int  # of encoder, heads and momentum copy
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
-
-
 def plan(settings: Plan[Any], console: Console | None = None) -> dict[str, Any]:
     """Prints what the run would take on the hardware."""
     found = estimate(settings)
@@ -82,24 +68,23 @@ def plan(settings: Plan[Any], console: Console | None = None) -> dict[str, Any]:
     def gb(size: float) -> str:
         return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
-    def parts(memory: Memory) -> str:
-        values = asdict(memory)
-        return f"{gb(memory.total)} ({', '.join(f'{name} {gb(value)}' for name, value in values.items())})"
+    def parts(sizes: dict[str, int]) -> str:
+        return ", ".join(f"{name} {gb(size)}" for name, size in sizes.items() if size)
 
+    plain, recomputing = found["memory"], found["memory_recomputing"]
     title = f"{found['method']}, {found['model']}: {found['devices']} × {found['hardware']}"
     table = Table(title=title, box=None, show_header=False)
-    sent = {name: value for name, value in found["traffic"].items() if value}
     rows = {
         "training": f"{found['images']:,} images × {found['epochs']:g} epochs, batch {found['batch_size']}",
         "FLOPs": f"{found['flops']:.3g} ({found['flops_per_image'] / 1e9:.1f} G per image)",
         "time": f"{found['hours']:,.1f} h at {100 * found['utilization']:.0f} % of the peak",
         "energy": f"{found['kwh']:,.0f} kWh at full power" if found["kwh"] else "–",
-        "memory per device": parts(found["memory"]),
-        "with --recompute": parts(found["memory_recomputing"]),
+        "memory per device": f"{gb(sum(plain.values()))} ({parts(plain)})",
+        "with --recompute": f"{gb(sum(recomputing.values()))} ({parts(recomputing)})",
         "largest batch per device": f"{found['largest_batch']}; with --recompute {found['largest_batch_recomputing']}",
         "loader": f"{found['images_per_second']:,.0f} images/s, {found['loader_cores']:.1f} cores",
         "data": f"{found['disk_gb']:,.1f} GB, read at {found['read_mb_s']:,.0f} MB/s",
-        "traffic per step": ", ".join(f"{name} {gb(value)}" for name, value in sent.items()) or "–",
+        "traffic per step": parts(found["traffic"]) or "–",
         "traffic ÷ compute": f"{found['traffic_share']:.2f}, if nothing overlaps" if found["traffic_share"] else "–",
         "checkpoint": f"{found['checkpoint_gb']:.2f} GB, the loop stops for {found['checkpoint_stall_s']:.2f} s",
         "peak numbers": found["source"],
@@ -132,6 +117,9 @@ def estimate(settings: Plan[Any]) -> dict[str, Any]:
     hours = total / flops_per_second / 3600
     rate = images * config.train.epochs / hours / 3600
     size = settings.image_kb * 1000 if settings.image_kb else IMAGE_BYTES.get(config.data.path, 108_000)
+    crops, side = config.views.local_crops, shape_of(config.model).image_size
+    pixels = 2 * side**2 + crops * config.views.local_size**2
+    view_seconds = BYTE_SECONDS * size + VIEW_SECONDS * (2 + crops) + PIXEL_SECONDS * pixels  # of one image
     low = config.train.precision == "bf16" or (config.train.precision == "auto" and bool(settings.gpus))
     plain: dict[str, Any] = {"low": low, "recompute": False, "several": devices > 1}
     recomputing, room = plain | {"recompute": True}, USABLE * device.memory_gb * 1e9
@@ -159,7 +147,7 @@ def estimate(settings: Plan[Any]) -> dict[str, Any]:
         "largest_batch": largest_batch(config, room, **plain),  # per device
         "largest_batch_recomputing": largest_batch(config, room, **recomputing),
         "images_per_second": rate,
-        "loader_cores": rate * view_seconds(config, size),
+        "loader_cores": rate * view_seconds,
         "disk_gb": images * size / 1e9,
         "read_mb_s": rate * size / 1e6,
         "traffic": traffic,
@@ -201,8 +189,8 @@ def this_machine(settings: Plan[Any]) -> Hardware:
     return Hardware(f"here ({speed['device']})", rate, memory, 10, 1, 0, 8, "measured by a step on this machine")
 
 
-def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool = False) -> Memory:
-    """At the peak of a training step of n images on one device: the backward pass of the heads.
+def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool = False) -> dict[str, int]:
+    """Bytes at the peak of a training step of n images on one device: the backward pass of the heads.
 
     low: bf16 autocast; the stream of tokens between blocks, weights and moments stay fp32. several: gradients have
     buckets that stay, as in DistributedDataParallel.
@@ -240,7 +228,7 @@ def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool 
     saved += 2 * largest * 4  # two more of the largest layer's gradients, while those of both views are added
     if not several and saved + gradients < 4 * trained:
         saved, gradients = 0, 4 * trained  # the end of the backward pass, when only gradients are left
-    return Memory(weights, gradients, 8 * trained, saved)
+    return {"weights": weights, "gradients": gradients, "optimizer": 8 * trained, "activations": saved}
 
 
 @functools.cache
@@ -256,15 +244,8 @@ def parameters(config: Config) -> tuple[int, int, int, int]:
 
 def largest_batch(config: Config, room: float, **how: Any) -> int:
     """Images per device whose step fits into `room` bytes; 0 if not even two do."""
-    most = bisect.bisect_right(range(1 << 20), room, key=lambda n: memory(config, n, **how).total) - 1
+    most = bisect.bisect_right(range(1 << 20), room, key=lambda n: sum(memory(config, n, **how).values())) - 1
     return most if most >= 2 else 0
-
-
-def view_seconds(config: Config, file_bytes: float) -> float:
-    """CPU seconds of one image: decoding, and its views."""
-    shape, views = shape_of(config.model), config.views
-    pixels = 2 * shape.image_size**2 + views.local_crops * views.local_size**2
-    return BYTE_SECONDS * file_bytes + VIEW_SECONDS * (2 + views.local_crops) + PIXEL_SECONDS * pixels
 
 
 def traffic_of(config: Config, n: int, devices: int, *, low: bool) -> dict[str, int]:
