@@ -39,7 +39,7 @@ def knn_ranking(vectors: torch.Tensor, k: int) -> torch.Tensor:
 
 def gallery_of(labels: torch.Tensor | None, *vectors: torch.Tensor) -> Gallery:
     runs = list(zip(("first", "second"), vectors, strict=False))
-    return Gallery(open_source("shapes:64", progress=False), list(range(len(vectors[0]))), labels, runs)
+    return Gallery(open_source("shapes:64"), list(range(len(vectors[0]))), labels, runs)
 
 
 def test_normalized_similarity_is_the_papers() -> None:
