@@ -134,7 +134,7 @@ def test_it_opens_clean_at_every_width(open_tab: Callable[..., Tab], file: Path,
 def test_hovering_a_curve_shows_its_value(tab: Tab, run: Path) -> None:
     tab.hover('[data-panel="oto"] svg', 0.98)
     readout = tab.text('[data-panel="oto"] .readout')
-    last = read_history(run).points("oto")[1][-1]
+    last = read_history(run).last("oto")
     assert f"epoch 2: tiny {last:.4g}".removesuffix("0") in readout and "chance 3.466" in readout
     tab.hover("h1")
     assert tab.text('[data-panel="oto"] .readout') == ""
@@ -165,7 +165,7 @@ def test_zoom_toggle_axis_and_smoothing(tab: Tab) -> None:
 
 def test_curves_by_keyboard(tab: Tab, run: Path) -> None:
     tab.run("document.querySelector('[data-panel=\"knn\"] svg').focus()")
-    values = read_history(run).points("knn")[1]
+    values = [row["knn"] for row in read_history(run).rows if row.get("knn") is not None]
     for value in values[:2]:
         tab.press("ArrowRight")
         readout = tab.text('[data-panel="knn"] .readout')
