@@ -190,8 +190,7 @@ def _released(
 
 def is_own(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bool:
     """Whether patchmix wrote this file: encoder.safetensors, or a run's checkpoint."""
-    is_run = isinstance(entries.get("method"), Mapping) and isinstance(entries.get("config"), Mapping)
-    return "patchmix" in metadata or is_run
+    return "patchmix" in metadata or all(isinstance(entries.get(key), Mapping) for key in ("method", "config"))
 
 
 def _split(
@@ -204,11 +203,12 @@ def _split(
     unknown: list[str] = []
     for name, value in tensors.items():
         which, inner = layout.split(name)
+        reasons = [what for pattern, what in layout.extras.items() if re.fullmatch(pattern, inner)]
         if which and isinstance(value, Tensor) and ENCODER_TENSOR.fullmatch(inner):
             if encoders.setdefault(which, {}).setdefault(inner, name) != name:
                 raise ValueError(f"{name} and {encoders[which][inner]} are both {inner}; remove one of them")
-        elif reason := layout.extra(inner):
-            dropped.setdefault(reason, []).append(name)
+        elif reasons:
+            dropped.setdefault(reasons[0], []).append(name)
         else:
             unknown.append(name)
     if not encoders:

@@ -71,7 +71,8 @@ class Layout:
 
     places: what precedes a tensor's timm name (a regular expression, without wrappers), and which encoder that is:
         base, momentum, or one, if a file holds a single one.
-    extras: the parts that are no encoder weights. heads: of the project's models, by dim. to_timm: see `rename`.
+    extras: regular expressions of the names that are no encoder weights, and what they are.
+    heads: of the project's models, by dim. to_timm: see `rename`.
     """
 
     places: Mapping[str, str] = field(default_factory=dict)
@@ -87,10 +88,6 @@ class Layout:
             if match := re.fullmatch(rf"(?:{place})(?P<inner>[^/]*)", name):
                 return which, rename(match["inner"], self.to_timm)
         return None, name
-
-    def extra(self, name: str) -> str | None:
-        """What a tensor that is not of the encoder is, if it is known."""
-        return next((what for pattern, what in self.extras.items() if re.fullmatch(pattern, name)), None)
 
 
 _MOCO = {r"(state_dict/)?base_encoder\.": "base", r"(state_dict/)?momentum_encoder\.": "momentum"}
