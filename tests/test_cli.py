@@ -46,6 +46,7 @@ TINY = [
         (["shapes", "--out", "OUT", "--lr", "1"], "unknown option 'lr'; did you mean 'base_lr'"),
         (["shapes", "--out", "OUT", "--tau", "1"], "unknown option 'tau'"),
         (["shapes", "--out", "OUT", "--budget", "soon"], "write it as 45min"),
+        (["shapes", "--out", "OUT", "--devices", "0"], "devices is 0; it must be greater than or equal to 1"),
         (["shapes:40", "--out", "OUT", "--recipe", "demo"], "fewer than the batch size"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--resume", "OUT/none.pt"], "there is no checkpoint"),
         (["shapes", "--out", "OUT", "--recipe", "demo", "--init-from", "OUT/none"], "does not exist"),

@@ -173,6 +173,7 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
     train, optim = config.train, config.optim
     if config.runtime.compile:
         check_compiler(device)
+    names = ("log_every", "monitor_every", "monitor_momentum", "checkpoint_epochs", "checkpoint_minutes")
     minutes = config.budget_minutes
     step = 1.0 / max(1, round(train.epochs * steps_per_epoch)) if minutes is None else 0.0
     return Plan(
@@ -188,11 +189,7 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
         autocast=autocast_dtype(device, train.precision),
         compile=config.runtime.compile,
         seed=train.seed,
-        log_every=config.runtime.log_every,
-        monitor_every=config.runtime.monitor_every,
-        monitor_momentum=config.runtime.monitor_momentum,
-        checkpoint_epochs=config.runtime.checkpoint_epochs,
-        checkpoint_minutes=config.runtime.checkpoint_minutes,
+        **{name: getattr(config.runtime, name) for name in names},
     )
 
 

@@ -240,7 +240,7 @@ def parse(cls: type[Any], args: list[str], prog: str) -> Any:
     required = {each.name: tyro.MISSING for each in fields(cls) if each.name in ("out", "ablation", "weights")}
     default = cls(run=replace(config, data=data), recipe=config.recipe, **required)
     parsed = _tyro(cls[type(config.method.options)], args, prog, default)
-    return replace(parsed, run=from_dict(to_dict(parsed.run)))
+    return validate(cls, vars(parsed) | {"run": from_dict(to_dict(parsed.run))})
 
 
 def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
