@@ -231,7 +231,8 @@ def test_collapse_warning() -> None:
     assert "mean cosine 0.999" in str(collapse_warning({"rank": 30.0, "mean_cosine": 0.999}))
 
 
-def test_wandb_is_sent_everything_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_is_sent_everything_when_asked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[dict, int]] = []
 
     class Session:
@@ -241,14 +242,33 @@ def test_wandb_is_sent_everything_when_asked(tmp_path: Path, monkeypatch: pytest
         def finish(self) -> None:
             sent.append(({}, -1))
 
-    fake = types.ModuleType("wandb")
+    fake = types.ModuleType(name)
     fake.init = lambda **arguments: Session()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setitem(sys.modules, name, fake)
     log = RunLog(tmp_path)
-    log.track({"wandb": "project"}, {"a": 1})
+    log.track({name: "project", "mlflow": None}, {"a": 1})
     log.record("train", 3, {"loss": 1.5})
     log.close()
     assert sent == [({"train/loss": 1.5}, 3), ({}, -1)]
+
+
+def test_mlflow_gets_parameters_and_names_with_one_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple] = []
+    fake = types.ModuleType("mlflow")
+    for call in ("set_experiment", "start_run", "log_params", "log_metrics", "end_run"):
+        setattr(fake, call, lambda *args, call=call, **keywords: calls.append((call, *args, keywords)))
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    log = RunLog(tmp_path / "run")
+    log.track({"mlflow": "birds"}, {"recipe": "demo", "train": {"seed": 0}})
+    log.record("train", 3, {"loss": 1.5, "oto/chance": 2.0, "odd": math.nan})
+    log.close()
+    assert calls == [
+        ("set_experiment", "birds", {}),
+        ("start_run", {"run_name": "run"}),
+        ("log_params", {"train.seed": 0}, {}),
+        ("log_metrics", {"train/loss": 1.5, "train/oto.chance": 2.0}, {"step": 3}),
+        ("end_run", {}),
+    ]
 
 
 @pytest.mark.parametrize("name", TRACKERS)
