@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("patchmix", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patchmix")  # no test fails because a machine is busy
 
 torch.set_num_threads(1)  # sums then have one order, and small products are quicker
 

@@ -20,7 +20,7 @@ from patchmix.mixing.patchmix import share
 from tests.oracles import losses as oracle
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(n=st.integers(1, 8), m=st.integers(1, 8), tau=st.floats(0.05, 1.0), seed=st.integers(0, 99))
 def test_the_three_terms_agree_with_the_double_sums(n: int, m: int, tau: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -40,7 +40,6 @@ def test_chance_is_what_equal_keys_give() -> None:
     assert chance(target).item() == pytest.approx(3 * math.log(6))
 
 
-@settings(deadline=None)
 @given(n=st.integers(2, 8), m=st.integers(1, 5), seed=st.integers(0, 99))
 def test_nothing_is_below_the_floor_and_the_floor_is_reached(n: int, m: int, seed: int) -> None:
     target = overlap(share(n, min(m, n)), share(n, min(m, n)))

@@ -205,7 +205,7 @@ def test_the_error_survives_the_way_from_a_worker() -> None:
 
 
 @given(data=st.binary(max_size=60), kind=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF"]), at=st.integers(0, 400))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_damage_is_an_image_or_a_decode_error(data: bytes, kind: str, at: int) -> None:
     whole = encode(rgb(), kind)
     at = min(at, len(whole))

@@ -103,14 +103,14 @@ class TestOrder:
                 np.testing.assert_array_equal(image.numpy(), source.load(index))
 
     @given(start=st.integers(0, 13), world=st.sampled_from([1, 2, 3]), accumulate=st.sampled_from([1, 2]))
-    @settings(deadline=None, max_examples=30)
+    @settings(max_examples=30)
     def test_start_step_resumes_exactly(self, start: int, world: int, accumulate: int) -> None:
         made = loader(rank=world - 1, world_size=world, accumulate=accumulate)
         whole = take(made.batches(), 16 * accumulate)
         same(whole[start * accumulate :], take(made.batches(start), (16 - start) * accumulate))
 
     @given(world=st.sampled_from([1, 2, 3, 6]), accumulate=st.sampled_from([1, 2]))
-    @settings(deadline=None, max_examples=20)
+    @settings(max_examples=20)
     def test_any_number_of_processes_sees_the_same_global_batches(self, world: int, accumulate: int) -> None:
         whole = order(take(loader().batches(), 6))
         ranks = [
@@ -276,7 +276,7 @@ class TestBadSamples:
 
 class TestOnePass:
     @given(length=st.integers(1, 40), batch_size=st.integers(1, 12), world=st.integers(1, 5))
-    @settings(deadline=None, max_examples=30)
+    @settings(max_examples=30)
     def test_every_sample_once_in_order(self, length: int, batch_size: int, world: int) -> None:
         source = numbered(length)
         seen = []

@@ -122,7 +122,7 @@ def difference(one: np.ndarray, other: np.ndarray) -> int:
     seed=st.integers(0, 99),
     hard=st.booleans(),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_equals_the_definition_within_rounding(
     rows: int, columns: int, height: int, width: int, seed: int, hard: bool
 ) -> None:

@@ -37,7 +37,7 @@ def test_every_part_of_an_address_counts_and_so_does_its_place() -> None:
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 2**40), others=st.lists(st.integers(0, 2**40)))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_row_does_not_depend_on_the_others(seed: int, index: int, others: list[int]) -> None:
     alone = uniforms(5, seed, 0, np.array([index]))
     among = uniforms(5, seed, 0, np.array([*others, index]))
@@ -51,13 +51,13 @@ def test_the_numbers_stay_the_same_between_versions() -> None:
 
 
 @given(length=st.integers(0, 300), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_permutation_has_everything_once(length: int, seed: int, epoch: int) -> None:
     assert sorted(permutation(length, seed, epoch).tolist()) == list(range(length))
 
 
 @given(length=st.integers(2, 70), cut=st.integers(0, 70), epoch=st.integers(0, 1000))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_long_permutation_is_computed_in_parts(length: int, cut: int, epoch: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(randomness, "SORTED", 1)
@@ -156,7 +156,6 @@ counts_of_groups = st.lists(st.integers(0, 9), min_size=2, max_size=12).filter(l
 
 
 @given(counts=counts_of_groups, window=st.integers(1, 16), batch=st.integers(1, 16), epoch=st.integers(0, 3))
-@settings(deadline=None)
 def test_the_order_is_the_one_described(counts: list[int], window: int, batch: int, epoch: int) -> None:
     source = Grouped(counts, window)
     steps = len(source) // batch
@@ -180,7 +179,7 @@ def test_a_source_without_groups_keeps_its_order() -> None:
 
 
 @given(start=st.integers(0, 20), world=st.sampled_from([1, 2, 4]), accumulate=st.sampled_from([1, 2]))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_resume_is_exact(start: int, world: int, accumulate: int) -> None:
     loader = made(Grouped([7, 13, 5, 9, 11, 3, 8], 4), 8, rank=world - 1, world_size=world, accumulate=accumulate)
     whole = indices(loader, 24 * accumulate)
@@ -195,7 +194,7 @@ def test_resume_is_exact(start: int, world: int, accumulate: int) -> None:
     grouped=st.booleans(),
 )
 @example(before=512, after=256, size=3, cut=1, grouped=True)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_ranks_are_disjoint_and_complete_also_when_their_number_changes(
     before: int, after: int, size: int, cut: int, grouped: bool
 ) -> None:

@@ -202,7 +202,7 @@ class TestDamage:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB; the pixels are 2.7 GB
 
     @given(place=st.integers(0, 3999), bit=st.integers(0, 7))
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     def test_an_index_with_any_flipped_bit_is_safe(self, place: int, bit: int) -> None:
         import tempfile
 

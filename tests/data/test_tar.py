@@ -134,7 +134,7 @@ def test_samples_before_a_damaged_header_are_used(tmp_path: Path) -> None:
 
 
 @given(flips=st.lists(st.integers(0, 8 * 9000), max_size=20), junk=st.binary(max_size=600))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_any_damage_ends_in_samples_inside_the_file(flips: list[int], junk: bytes) -> None:
     import tempfile
 

@@ -85,7 +85,7 @@ class TestRandomness:
         np.testing.assert_array_equal(twice[0][0], twice[0][1])
 
     @given(order=st.permutations(range(12)), cut=st.integers(1, 11))
-    @settings(deadline=None, max_examples=20)
+    @settings(max_examples=20)
     def test_does_not_depend_on_the_batch(self, order: list[int], cut: int) -> None:
         images = np.random.default_rng(0).integers(0, 256, (12, 20, 24, 3), dtype=np.uint8)
         views = Views(CIFAR, seed=3)
@@ -124,7 +124,7 @@ class TestCrops:
         assert far_apart(one[:, 2] * one[:, 3], two[:, 2] * two[:, 3])
 
     @given(size=st.tuples(st.integers(1, 400), st.integers(1, 400)), low=st.floats(0.01, 1.0))
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     def test_lie_inside_the_image(self, size: tuple[int, int], low: float) -> None:
         top, left, height, width = parameters(View(8, (low, 1.0)), [size] * 20).box.T
         assert (np.minimum(height, width) >= 1).all()

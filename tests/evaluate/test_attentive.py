@@ -13,7 +13,7 @@ from patchmix.settings import Linear
 from tests.oracles.attentive import class_scores
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), heads=st.sampled_from([1, 2, 3]), tokens=st.integers(1, 7))
 def test_the_probe_is_the_plain_loop(seed: int, heads: int, tokens: int) -> None:
     torch.manual_seed(seed)

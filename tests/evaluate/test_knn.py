@@ -20,7 +20,7 @@ from patchmix.settings import Knn
 from tests.oracles.knn import ranking, vote
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     bank=st.integers(2, 40),
@@ -119,7 +119,7 @@ def test_a_k_that_makes_no_sense_fails(ks: list[int], message: str) -> None:
         knn_predict(torch.randn(8, 3), torch.arange(8) % 2, torch.randn(2, 3), ks=ks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     n=st.integers(8000, 30_000) | st.just(140_003),  # the last in groups of groups

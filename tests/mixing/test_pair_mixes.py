@@ -30,7 +30,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 @pytest.mark.parametrize("name", ["cutmix", "resizemix", "regionswap"])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(n=st.integers(1, 7), rows=st.integers(2, 9), columns=st.integers(2, 9), seed=st.integers(0, 999))
 def test_share_counts_the_pixels(name: str, n: int, rows: int, columns: int, seed: int) -> None:
     images = marked(n, 2 * rows, 2 * columns)
@@ -40,7 +40,7 @@ def test_share_counts_the_pixels(name: str, n: int, rows: int, columns: int, see
     torch.testing.assert_close(mixed.share.sum(dim=1), torch.ones(n))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(n=st.integers(1, 7), seed=st.integers(0, 999), alpha=st.sampled_from([0.2, 1.0, 3.0]))
 def test_share_of_mixup_is_its_weight(n: int, seed: int, alpha: float) -> None:
     images = torch.randn(n, 3, 5, 4, generator=seeded(seed))
@@ -49,7 +49,7 @@ def test_share_of_mixup_is_its_weight(n: int, seed: int, alpha: float) -> None:
     torch.testing.assert_close(mixed.share.sum(dim=1), torch.ones(n))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(n=st.integers(2, 6), height=st.integers(3, 12), width=st.integers(3, 12), seed=st.integers(0, 999))
 def test_resizemix_pastes_the_whole_partner_resized(n: int, height: int, width: int, seed: int) -> None:
     images = torch.rand(n, 3, height, width, generator=seeded(seed))
@@ -67,7 +67,7 @@ def test_resizemix_pastes_the_whole_partner_resized(n: int, height: int, width: 
         torch.testing.assert_close(mixed[i], expected, atol=2e-5, rtol=1e-4)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(n=st.integers(2, 6), seed=st.integers(0, 999), name=st.sampled_from(["cutmix", "regionswap"]))
 def test_boxes_keep_their_place(n: int, seed: int, name: str) -> None:
     """Every pixel is that of one of the two sources at the same place, and the foreign ones form a rectangle."""

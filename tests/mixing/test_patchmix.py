@@ -21,7 +21,7 @@ def dense(labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.zeros(n, n).scatter_add_(1, labels, weights)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 7),
     rows=st.integers(1, 4),
@@ -38,21 +38,18 @@ def test_agrees_with_the_loops_of_algorithm_1(n: int, rows: int, columns: int, p
     assert torch.equal(mixed.images, expected)
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 12), m=st.integers(1, 12))
 def test_share_is_the_dense_form_of_y_mto(n: int, m: int) -> None:
     labels = y_mto(n, m)
     torch.testing.assert_close(share(n, m), dense(labels, torch.full(labels.shape, 1 / m)))
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 12), m=st.integers(1, 12))
 def test_flattened_index_moves_groups_as_u_does(n: int, m: int) -> None:
     flat = mix_index(n, m)
     assert [(int(q) // m, int(q) % m) for q in flat] == oracle.groups_by_flat_index(n, m)
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 15), m=st.integers(1, 15))
 def test_overlap_is_omega_also_where_it_wraps_around(n: int, m: int) -> None:
     m = min(n, m)
@@ -77,7 +74,7 @@ def test_the_appendix_figure_with_more_images_to_mix_than_there_are() -> None:
     assert share(3, 4)[0].tolist() == [0.5, 0.25, 0.25]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(n=st.integers(1, 9), m=st.integers(1, 9), seed=st.integers(0, 9))
 def test_share_counts_pixels_where_no_patch_is_left_over(n: int, m: int, seed: int) -> None:
     images = torch.arange(float(n)).view(n, 1, 1, 1).expand(n, 1, 2 * m, 4).contiguous()
