@@ -137,6 +137,7 @@ class Finetune(FewLabels):
     warmup_epochs: NonNegative = 10.0  # Epochs of warm-up; at most a tenth of all.
     base_lr: Above0 | None = None  # Learning rate for a batch of 256; by default 5e-4, for ViT-T 1e-3.
     min_lr: NonNegative = 1e-5  # Learning rate at the end.
+    lr_per_epoch: bool = False  # Change the learning rate once per epoch, as the authors do.
     batch_size: Annotated[int, Ge(2)] | None = None  # Batch size; by default 256 up to 64 px, 1024 above.
     weight_decay: NonNegative = 0.05  # AdamW's weight decay.
     layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Layer-wise decay of the learning rate.

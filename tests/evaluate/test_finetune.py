@@ -107,6 +107,25 @@ def test_what_it_leaves_is_what_it_tested(backbone: Backbone, few: Path, tmp_pat
     assert not torch.equal(model.blocks[0].attn.qkv.weight, backbone.weights["blocks.0.attn.qkv.weight"])
 
 
+class Planned(Exception):
+    """Stops before the training."""
+
+
+@pytest.mark.parametrize(("per_epoch", "values"), [(True, 4), (False, 8)])
+def test_learning_rate_per_epoch(
+    backbone: Backbone, few: Path, monkeypatch: pytest.MonkeyPatch, per_epoch: bool, values: int
+) -> None:
+    def plan_only(method: Any, loader: Any, plan: Any, **rest: Any) -> None:
+        raise Planned(plan)
+
+    monkeypatch.setattr("patchmix.evaluate.protocol.train", plan_only)
+    with pytest.raises(Planned) as caught:
+        evaluate(backbone, few, epochs=4, warmup_epochs=0, lr_per_epoch=per_epoch)
+    rates = [caught.value.args[0].lr(step / 8) for step in range(8)]  # two steps in each epoch
+    assert len(set(rates)) == values
+    assert rates == sorted(rates, reverse=True)
+
+
 def test_the_defaults_are_the_authors(backbone: Backbone, few: Path) -> None:
     result = evaluate(backbone, few, epochs=1)
     assert result.settings["batch_size"] == 48

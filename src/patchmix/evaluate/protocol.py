@@ -200,16 +200,17 @@ def fit(
     With `out`, checkpoints are kept in a folder below it, which is returned, too: one for each `identity`. A call with
     the same identity continues where one was stopped; two at a time are refused.
     """
-    settings: Values = {"accumulate": 1, "min_lr": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
+    settings: Values = {"accumulate": 1, "min_lr": 0.0, "lr_per_epoch": False, "weight_decay": 0.0, "clip_grad": 0.0}
     settings |= identity["settings"]
     order = {name: settings[name] for name in ("batch_size", "accumulate", "seed")}
     shared: Values = {"rank": distributed.rank(), "world_size": distributed.world_size(), "workers": workers}
     loader, epochs = Loader(source, transform, **order, **shared, pin_memory=device.type == "cuda"), settings["epochs"]
     steps = max(1, round(epochs * loader.steps_per_epoch))
+    rate = WarmupCosine(settings["lr"], settings["min_lr"], warmup=warmup(steps), step=1.0 / steps)
     plan = Plan(
         **order,
         epochs=epochs,
-        lr=WarmupCosine(settings["lr"], settings["min_lr"], warmup=warmup(steps), step=1.0 / steps),
+        lr=(lambda progress: rate(int(progress * epochs + 1e-9) / epochs)) if settings["lr_per_epoch"] else rate,
         weight_decay=lambda progress: settings["weight_decay"],
         clip_grad=settings["clip_grad"],
         autocast=autocast_dtype(device),
