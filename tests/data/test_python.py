@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ def test_same_batches_as_from_a_folder(form: str, folder: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(batches(data, cache=1 << 20), expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(batches(data, start=3)[:5], expected[3:], strict=True))  # a resume
     source = open_source(name_of(data), cache_bytes=0)
+    spawned = pickle.loads(pickle.dumps(source))  # as workers get it on macOS
+    assert np.array_equal(spawned.load(5), source.load(5))
     labeled = form in ("array with labels", "data set", "tensor data set", "hugging face")
     assert (source.labels is not None) == labeled
     if labeled:

@@ -7,7 +7,7 @@ array (H, W, C) or (H, W), or a tensor (C, H, W); uint8, uint16 or floats, which
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,30 +114,30 @@ def _hugging_face(data: Any, title: str) -> Source:
         raise ValueError(f"none of the columns {', '.join(kinds)} holds images; cast one to datasets.Image()")
     labels = None if label is None else np.asarray(data[label], np.int64)
     classes = tuple(getattr(data.features.get(label), "names", None) or ()) or None
-    return Items(title, len(data), lambda i: data[i][image], labels, classes, getattr(data, "_fingerprint", None))
+    return Items(title, data, image, labels, classes, getattr(data, "_fingerprint", None))
 
 
 def _dataset(data: Any, title: str) -> Source:
     if len(data) == 0:
         raise ValueError(f"{title} is empty; give at least one image")
     if not isinstance(data[0], tuple | list):
-        return Items(title, len(data), lambda i: data[i])
+        return Items(title, data)
     labels = next((getattr(data, name) for name in ("targets", "labels") if hasattr(data, name)), None)
     if labels is None or len(labels) != len(data):
         with progress_bar(f"labels of {title}", len(data)) as advance:
             labels = [(data[i][1], advance(1))[0] for i in range(len(data))]
     classes = getattr(data, "classes", None)
     names = tuple(map(str, classes)) if isinstance(classes, list | tuple) else None
-    return Items(title, len(data), lambda i: data[i][0], np.asarray(labels, np.int64), names)
+    return Items(title, data, 0, np.asarray(labels, np.int64), names)
 
 
 @dataclass(eq=False)
 class Items:
-    """Images that a function gives by their position; one call at a time: not every dataset supports more."""
+    """The images of a dataset; it is asked for one at a time, as not every dataset supports more."""
 
     name: str
-    length: int
-    item: Callable[[int], Any]
+    data: Any
+    field: int | str | None = None  # of an item, that is the image; None: the item itself
     labels: Labels | None = None
     classes: tuple[str, ...] | None = None
     identity: str | None = None  # the fingerprint; by default that of a sample
@@ -147,12 +147,19 @@ class Items:
         self._fingerprint = self.identity or self._of_a_sample()
 
     def __len__(self) -> int:
-        return self.length
+        return len(self.data)
+
+    def __getstate__(self) -> dict[str, Any]:  # for workers that are spawned
+        return {name: value for name, value in vars(self).items() if name != "_one_at_a_time"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _one_at_a_time=threading.Lock())
 
     def load(self, index: int) -> Pixels:
         try:
             with self._one_at_a_time:
-                return pixels_of(self.item(index), self.key(index))
+                item = self.data[index]
+            return pixels_of(item if self.field is None else item[self.field], self.key(index))
         except ValueError as error:
             raise error if isinstance(error, DecodeError) else DecodeError(self.key(index), str(error)) from error
 
@@ -163,8 +170,8 @@ class Items:
         return self._fingerprint
 
     def _of_a_sample(self) -> str:
-        digest = hashlib.sha256(f"{self.length}".encode() + (b"" if self.labels is None else self.labels.tobytes()))
-        for index in np.linspace(0, self.length - 1, min(_SAMPLED, self.length)).round().astype(int).tolist():
+        digest = hashlib.sha256(f"{len(self)}".encode() + (b"" if self.labels is None else self.labels.tobytes()))
+        for index in np.linspace(0, len(self) - 1, min(_SAMPLED, len(self))).round().astype(int).tolist():
             try:
                 digest.update(self.load(index).tobytes())
             except DecodeError:
