@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import patchmix
-from patchmix.cli import from_keywords, main
-from patchmix.settings import Pretrain
+from patchmix.cli import from_keywords, main, parse
+from patchmix.config import to_yaml
+from patchmix.settings import Bench, Pretrain
 
 
 def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
@@ -330,3 +331,12 @@ def test_a_number_that_decides_other_defaults_is_checked(capsys: pytest.CaptureF
 def test_python_calls_take_no_more_values_than_have_a_place() -> None:
     with pytest.raises(TypeError, match="3 positional arguments; allowed are data, out"):
         from_keywords(Pretrain, "shapes", "runs/a", "paper")
+
+
+def test_bench_needs_no_data_but_takes_it(tmp_path: Path) -> None:
+    def data(*args: str) -> str:
+        return parse(Bench, list(args), "patchmix bench").run.data.path
+
+    (tmp_path / "config.yaml").write_text(to_yaml(from_keywords(Bench, "photos", recipe="fast").run))
+    assert data("--recipe", "fast") == data() == from_keywords(Bench).run.data.path == "shapes"
+    assert data("photos", "--recipe", "fast") == data("--config", str(tmp_path)) == "photos"

@@ -282,9 +282,12 @@ def _peek(args: list[str], prog: str) -> dict[str, Any]:
 
 
 def _start(cls: type[Any], **given: Any) -> Config:
-    """The recipe or file; for `bench` with a batch that any machine has memory for."""
+    """The recipe or file; `bench` takes a batch that any machine has memory for, and generated images."""
     config = start(**given | {"recipe": given.get("recipe") or cls.recipe})
-    return config.replace(batch_size=min(64, config.train.batch_size)) if cls is s.Bench else config
+    if cls is not s.Bench:
+        return config
+    data = config.data.path if given.get("data") or given.get("config") else "shapes"
+    return config.replace(batch_size=min(64, config.train.batch_size), data=data)
 
 
 def _tyro(cls: Any, args: list[str], prog: str, default: Any = None) -> Any:

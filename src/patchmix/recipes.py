@@ -42,6 +42,7 @@ def paper(model: str = "vit_small_patch16_224", epochs: float | None = None) -> 
     decay = 0.5 if size == "tiny" else 1.0
     return Config(
         recipe="paper",
+        data=DataConfig("cifar10" if small_images else "imagenet"),
         views=ViewsConfig(area=(0.1, 1.0) if small_images else (0.05, 1.0)),
         model=ModelConfig(name=model),
         method=MethodConfig("patchmix", PatchMixOptions(num_mix=3, temperature=0.2)),

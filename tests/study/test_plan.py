@@ -140,6 +140,12 @@ def test_every_method_has_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         assert exchanged == {"gradients", "statistics", *expected}
 
 
+def test_without_data_a_recipe_plans_for_the_papers_images(capsys: pytest.CaptureFixture[str]) -> None:
+    for model, images in (("vit_small_patch16_224", 1_281_167), ("vit_tiny_patch2_32", 50_000)):
+        main(["plan", "--recipe", "paper", "--model", model, "--gpus", "8xA100-80GB", "--json"])
+        assert json.loads(capsys.readouterr().out)["images"] == images
+
+
 def test_mistakes_are_named() -> None:
     for settings, text in (
         ({"gpus": "8xA100"}, "A100-"),
