@@ -155,7 +155,7 @@ def test_hostile_safetensors_headers_are_refused(content: bytes, tmp_path: Path)
 
 
 def test_a_bomb_is_refused_by_its_header() -> None:
-    with pytest.raises(DecodeError, match="30000 x 30000 pixels are more than the limit"):
+    with pytest.raises(DecodeError, match="its pixels are more than the limit"):
         decode(bomb(30_000, 30_000), "bomb.png")
 
 

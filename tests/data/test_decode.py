@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from patchmix.data.decode import DecodeError, decode, read_header, size_of
+from patchmix.data.decode import DecodeError, decode, size_of
 
 # Four quarters of different colors, 24 high and 16 wide: any turn, flip or swapped channel shows.
 PICTURE = np.zeros((24, 16, 3), np.uint8)
@@ -60,13 +61,10 @@ def test_lossless_rgb(kind: str, options: dict[str, object]) -> None:
     ("kind", "options"),
     [("JPEG", {"quality": 98, "subsampling": 0}), ("JPEG", {"quality": 98, "progressive": True, "subsampling": 0})],
 )
-def test_lossy_rgb(kind: str, options: dict[str, object]) -> None:
+def test_lossy_rgb(kind: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode(rgb(), kind, **options)
+    monkeypatch.setattr("patchmix.data.decode.to_rgb", None)  # OpenCV decodes this, and as Pillow does
     close(decode(data, "x"), PICTURE, within=12)
-    # The fast way was taken, and says what Pillow says.
-    header = read_header(data)
-    assert header is not None
-    assert header.simple
     close(decode(data, "x"), np.asarray(Image.open(io.BytesIO(data))), within=3)
 
 
@@ -175,7 +173,12 @@ def test_rotated_by_exif(kind: str, orientation: int) -> None:
 def test_a_file_too_large_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytearray(encode(rgb(), "PNG"))
     struct.pack_into(">II", data, 16, 20_000, 20_000)  # says 400 million pixels
-    with pytest.raises(DecodeError, match=r"bomb.png: .*20000 x 20000 pixels are more than the limit"):
+    struct.pack_into(">I", data, 29, zlib.crc32(data[12:29]))
+    with pytest.raises(DecodeError, match=r"bomb.png: its pixels are more than the limit of 100,000,000"):
+        decode(bytes(data), "bomb.png")
+    struct.pack_into(">II", data, 16, 12_000, 10_000)
+    struct.pack_into(">I", data, 29, zlib.crc32(data[12:29]))
+    with pytest.raises(DecodeError, match=r"bomb.png: 12000 x 10000 pixels are more than the limit"):
         decode(bytes(data), "bomb.png")
     monkeypatch.setattr("patchmix.data.decode.MAX_PIXELS", 100)
     for kind in ("JPEG", "GIF", "BMP", "WEBP"):

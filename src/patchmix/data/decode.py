@@ -7,7 +7,6 @@ alpha are composited over white. An animation is its first frame. `decode` gives
 
 import io
 import logging
-import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -51,29 +50,18 @@ class Reduced(NamedTuple):
     width: int
 
 
-class Header(NamedTuple):
-    """From the first bytes. `simple`: OpenCV decodes this kind as well as Pillow does."""
-
-    height: int
-    width: int
-    simple: bool
-
-
 def decode(data: bytes, key: str, reduction: int = 1) -> Pixels:
     """Decode an image file's bytes: uint8 (H, W, 3), RGB, upright. Raises DecodeError naming `key`.
 
     A JPEG may be taken at 1 / `reduction` (1, 2, 4 or 8) of its scale, which its transform makes cheap.
     """
-    header = read_header(data)
-    if header is not None:
-        _check_size(header.height, header.width, key)
+    with _decode_errors(key), _open_pillow(data, key) as image:
         # If the file's end is missing, Pillow says what is wrong, where OpenCV prints to stderr on its own.
-        if header.simple and _is_complete(data):
+        if _is_simple(image, data) and _is_complete(data):
             pixels = _imdecode(data, _REDUCED_FLAGS.get(reduction, cv2.IMREAD_COLOR))
-            height, width = (-(-side // reduction) for side in header[:2])
+            width, height = (-(-side // reduction) for side in image.size)
             if pixels is not None and pixels.shape[:2] == (height, width):
                 return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels), np.uint8)
-    with _decode_errors(key), _open_pillow(data, key) as image:
         if reduction > 1:
             image.draft(None, (image.width // reduction, image.height // reduction))
         return np.ascontiguousarray(to_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
@@ -188,10 +176,9 @@ def _read_tiff(data: bytes, key: str) -> npt.NDArray[Any]:
 
 def _decode_16_bits(data: bytes, key: str) -> Pixels | None:
     """uint16 (H, W, 3) of a gray or RGB file of 16 bits, upright and without alpha; None for all others."""
-    if data[:8] == _PNG and data[24:26] in (b"\x10\0", b"\x10\2") and _is_complete(data):
-        width, height = struct.unpack_from(">II", data, 16)
-        _check_size(height, width, key)
-        is_deep = not any(chunk in data for chunk in _SPECIAL_CHUNKS)
+    if data.startswith(_PNG):
+        is_deep = data[24:26] in (b"\x10\0", b"\x10\2") and _is_complete(data)
+        is_deep = is_deep and _is_simple(_open_pillow(data, key), data)
     else:
         is_deep = data.startswith(_TIFF) and _is_deep_tiff(data, key)
     pixels = _imdecode(data, cv2.IMREAD_UNCHANGED) if is_deep else None
@@ -217,10 +204,6 @@ def _is_deep_tiff(data: bytes, key: str) -> bool:
 
 def size_of(data: bytes, key: str) -> tuple[int, int]:
     """(height, width) of the decoded image, from its header. Raises DecodeError."""
-    header = read_header(data)
-    if header is not None and header.simple:
-        _check_size(header.height, header.width, key)
-        return header.height, header.width
     with _decode_errors(key):
         try:
             image = _open_pillow(data, key)
@@ -230,6 +213,8 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
                 return int(page.imagelength), int(page.imagewidth)
             raise
         with image:
+            if _is_simple(image, data):
+                return image.height, image.width
             if image.format == "TIFF":  # whose size Pillow has turned already, or not: it depends on its version
                 upright = ImageOps.exif_transpose(image)
                 return upright.height, upright.width
@@ -237,33 +222,11 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
             return (image.width, image.height) if sideways else (image.height, image.width)
 
 
-def read_header(data: bytes) -> Header | None:
-    """Size and kind from the first bytes of a JPEG or PNG; None where it takes Pillow to read them."""
-    try:
-        if not data.startswith(_PNG):
-            return _jpeg_header(data) if data.startswith(_JPEG) else None
-        width, height, depth, color = struct.unpack_from(">IIBB", data, 16)
-    except (IndexError, struct.error):  # cut off inside its header
-        return None
-    # A chance match inside the compressed pixels only means the slower way.
-    simple = depth == 8 and color in (0, 2) and not any(chunk in data for chunk in _SPECIAL_CHUNKS)
-    return Header(height, width, simple)
-
-
-def _jpeg_header(data: bytes) -> Header | None:
-    position, simple = 2, True
-    while data[position] == 0xFF:
-        marker = data[position + 1]
-        if marker < 0xC0 or 0xD0 <= marker <= 0xDA or marker == 0xFF:  # the pixels, or what has no length: rare here
-            return None
-        (length,) = struct.unpack_from(">H", data, position + 2)
-        if marker == 0xE1 and data[position + 4 : position + 8] == b"Exif":
-            simple = False  # may be rotated
-        if marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            precision, height, width, channels = struct.unpack_from(">BHHB", data, position + 4)
-            return Header(height, width, simple and precision == 8 and channels in (1, 3))
-        position += 2 + length
-    return None
+def _is_simple(image: Image.Image, data: bytes) -> bool:
+    """Whether OpenCV decodes a file of this kind as well as Pillow does; from its header."""
+    if image.format == "PNG":  # a chance match inside the compressed pixels only means the slower way
+        return image.mode in ("L", "RGB", "I;16") and not any(chunk in data for chunk in _SPECIAL_CHUNKS)
+    return image.format == "JPEG" and image.mode in ("L", "RGB") and "exif" not in image.info  # may be rotated
 
 
 def _is_complete(data: bytes) -> bool:
@@ -318,6 +281,8 @@ def _decode_errors(key: str) -> Iterator[None]:
         raise
     except UnidentifiedImageError as error:
         raise DecodeError(key, "not an image that OpenCV or Pillow can read") from error
+    except Image.DecompressionBombError as error:  # Pillow's own limit, above ours
+        raise DecodeError(key, f"its pixels are more than the limit of {MAX_PIXELS:,}") from error
     except Exception as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         hint = "; install it with pip install 'patchmix-ssl[tiff]'" if "imagecodecs" in reason else ""
