@@ -202,15 +202,16 @@ def test_pictures_are_turned_upright(backbone: Backbone, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (torch.randn(2, 3, 16, 16), r"expected \[0, 1\], before any normalization"),
-        (torch.full((1, 3, 16, 16), torch.nan), r"expected \[0, 1\]"),
-        (torch.rand(2, 16, 16, 3), r"shape \(2, 16, 16, 3\); expected \(N, 3, H, W\)"),
-        (np.zeros((16, 16, 3), np.uint8), r"expected \(N, H, W, 3\)"),
-        (np.zeros((1, 16, 16, 3), np.int64), "images are int64"),
+        (torch.randn(2, 3, 16, 16), r"its floats span -\d.* to \d.*; give RGB in \[0, 1\]"),
+        (torch.full((1, 3, 16, 16), torch.nan), "it has NaN or infinite values"),
+        (torch.rand(2, 5, 16, 16), r"its shape is \(5, 16, 16\), not \(H, W, 3\) or \(3, H, W\)"),
+        (np.zeros((16, 16, 3), np.uint8), r"shape \(16, 16, 3\); expected \(N, C, H, W\) or \(N, H, W, C\)"),
+        (np.zeros((1, 16, 16, 3), np.int64), "its values are int64"),
+        (np.zeros((1, 0, 16, 3), np.uint8), "has no pixels"),
         ([], "no images"),
-        (["missing.png"], "missing.png does not exist"),
-        ([__file__], "can't be decoded as an image"),
-        ([3], "an image is a int"),
+        (["missing.png"], r"missing.png can't be read \(No such file or directory\)"),
+        ([__file__], "test_backbone.py: not an image"),
+        ([3], r"an image: its shape is \(\)"),
     ],
 )
 def test_images_that_are_none(images: Any, message: str, backbone: Backbone) -> None:

@@ -19,17 +19,15 @@ from timm.models import adapt_input_conv
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2.functional import center_crop, resize
 
-from patchmix.data.decode import DecodeError, pixel_channels, read_image, to_rgb, to_unit
-from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD, as_channels, normalize_
+from patchmix.data.decode import Pixels, as_pixels, pixel_channels, read_image, to_rgb
+from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD, CenterCrop, as_channels, to_float
 from patchmix.device import resolve_device
 from patchmix.files import replacing
 from patchmix.nn.tokens import class_tokens
 from patchmix.nn.vit import ConvStem, create_encoder
 
-AnyImage = Image.Image | str | Path | npt.NDArray[Any]
+AnyImage = Image.Image | str | Path | Tensor | npt.NDArray[Any]
 Images = Tensor | npt.NDArray[Any] | Sequence[AnyImage] | str | Path
 Pool = Literal["token", "mean"]
 
@@ -113,8 +111,8 @@ class Backbone:
     def embed(self, images: Images, *, pool: Pool = "token", batch_size: int = 256, device: str = "auto") -> Tensor:
         """Features (N, dim), float32 on the CPU: the class token, or the mean over patch tokens.
 
-        images: a float tensor (N, C, H, W) in [0, 1], an array (N, H, W, C) of uint8 or uint16, or a list of PIL
-        images, files or arrays (H, W, C). C is 3 for encoders of 1 or 3 channels. They are resized, center-cropped to
+        images: a tensor or array (N, C, H, W) or (N, H, W, C) of uint8, uint16 or floats in [0, 1], or a list of PIL
+        images, files and arrays (H, W, C). C is 3 for encoders of 1 or 3 channels. They are resized, center-cropped to
         the encoder's size, and normalized with its own mean and std. `device` is auto, cpu, cuda, cuda:1, …
         """
         if pool not in ("token", "mean"):
@@ -125,15 +123,16 @@ class Backbone:
             images = [images]
         if len(images) == 0:
             raise ValueError("there are no images to embed; give at least one")
-        target = resolve_device(device)
-        encoder, size = self.encoder().to(target), self.architecture.image_size
-        channels = pixel_channels(self.architecture.in_chans)
+        if isinstance(images, Tensor | np.ndarray) and images.ndim != 4:
+            raise ValueError(f"images have shape {tuple(images.shape)}; expected (N, C, H, W) or (N, H, W, C)")
+        target, crop = resolve_device(device), CenterCrop(self.architecture.image_size)
+        encoder, channels = self.encoder().to(target), pixel_channels(self.architecture.in_chans)
         features = []
         for start in range(0, len(images), batch_size):
-            part: Any = images[start : start + batch_size]
-            parts = [part] if isinstance(part, Tensor | np.ndarray) else (_pixels(image, channels) for image in part)
-            batch = torch.cat([_fit(each, size, channels) for each in parts]).to(target)
-            features.append(pooled(encoder, normalize_(batch, self.mean, self.std), pool).float().cpu())
+            pixels = [_pixels(image, channels) for image in images[start : start + batch_size]]
+            (views,) = crop(pixels, epoch=0, indices=np.arange(len(pixels)))
+            batch = to_float(torch.from_numpy(views).to(target), self.mean, self.std)
+            features.append(pooled(encoder, batch, pool).float().cpu())
         return torch.cat(features)
 
     def digest(self) -> str:
@@ -242,43 +241,14 @@ def pooled(encoder: nn.Module, images: Tensor, pool: str) -> Tensor:
     return tokens[:, encoder.num_prefix_tokens :].mean(dim=1)
 
 
-def _fit(images: Tensor | npt.NDArray[Any], size: int, channels: int) -> Tensor:
-    """uint8 or uint16 (n, H, W, C) or float (n, C, H, W) → float32 (n, C, S, S), white at 255.
-
-    Shorter side → S, bicubic with antialiasing; then the central crop. RGB floats are in [0, 1].
-    """
-    if isinstance(images, np.ndarray) and images.dtype == np.uint16:
-        images = torch.from_numpy(to_unit(images)).movedim(-1, 1)
-    tensor = images if isinstance(images, Tensor) else torch.from_numpy(np.array(images))  # a copy: may be read-only
-    floats = tensor.is_floating_point()
-    if not floats and tensor.dtype != torch.uint8:
-        raise ValueError(f"images are {str(tensor.dtype)[6:]}; expected floats in [0, 1], uint8 or uint16")
-    kind, expected = ("float", f"(N, {channels}, H, W)") if floats else ("uint8", f"(N, H, W, {channels})")
-    if tensor.ndim != 4 or tensor.shape[1 if floats else 3] != channels or 0 in tensor.shape:
-        raise ValueError(f"{kind} images have shape {tuple(tensor.shape)}; expected {expected}")
-    planes = tensor.detach().float() if floats else tensor.permute(0, 3, 1, 2)
-    fitted: Tensor = center_crop(resize(planes, [size], InterpolationMode.BICUBIC), [size])
-    if not floats:
-        return fitted.float()
-    low, high = tensor.min().item(), tensor.max().item()
-    unit = 0 <= low <= high <= 1  # NaN is not
-    if not unit and (channels == 3 or not np.isfinite([low, high]).all()):
-        raise ValueError(f"float images span {low:.3g} to {high:.3g}; expected [0, 1], before any normalization")
-    return 255 * (fitted.clamp(0, 1) if unit else fitted)  # bicubic overshoots at edges
-
-
-def _pixels(image: AnyImage, channels: int) -> Tensor | npt.NDArray[Any]:
-    """An image for `_fit`: (1, H, W, C), or (1, C, H, W) of floats."""
-    if isinstance(image, Image.Image):
-        return to_rgb(image)[None]
+def _pixels(image: AnyImage, channels: int) -> Pixels:
     if isinstance(image, str | Path):
         try:
-            image = read_image(Path(image).read_bytes(), str(image), channels)
-        except FileNotFoundError:
-            raise ValueError(f"{image} does not exist; give the path of an image") from None
-        except (DecodeError, OSError) as error:
-            reason = error.reason if isinstance(error, DecodeError) else error.strerror
-            raise ValueError(f"{image} can't be decoded as an image: {reason}") from error
-    if not isinstance(image, np.ndarray):
-        raise ValueError(f"an image is a {type(image).__name__}; expected a PIL image, a file or an array")
-    return torch.from_numpy(image).movedim(-1, 0)[None] if image.dtype.kind == "f" else image[None]
+            return read_image(Path(image).read_bytes(), str(image), channels)
+        except OSError as error:
+            raise ValueError(f"{image} can't be read ({error.strerror}); give the path of an image") from error
+    if isinstance(image, Image.Image):
+        return to_rgb(image)
+    if isinstance(image, Tensor):
+        image = (image.float() if image.is_floating_point() else image).cpu().numpy()
+    return as_pixels(np.asarray(image), "an image", channels)
