@@ -1,11 +1,9 @@
 """Files that are the old one or the new one, never half of one; and the cache folders."""
 
-import filecmp
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,15 +22,16 @@ def _umask() -> int:
 _MODE = 0o666 & ~_umask()
 
 
-_same_bytes = partial(filecmp.cmp, shallow=False)
+def check_absent(*paths: Path) -> None:
+    """A ValueError that names the first of these files that exists."""
+    for path in paths:
+        if path.is_file():
+            raise ValueError(f"{path} exists; give another name, or allow it with overwrite (--overwrite)")
 
 
 @contextmanager
-def replacing(path: Path, *, overwrite: bool = True, same: Callable[..., bool] = _same_bytes) -> Iterator[Path]:
-    """Yields a temporary path next to `path`; once complete and on disk it becomes `path`, on failure it is removed.
-
-    Without `overwrite` a `path` with other content, as `same` sees it, stays as it is and a ValueError says so.
-    """
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path next to `path`; once complete and on disk it becomes `path`, on failure it is removed."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the name of a file")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,8 +40,6 @@ def replacing(path: Path, *, overwrite: bool = True, same: Callable[..., bool] =
     temporary = Path(name)
     try:
         yield temporary
-        if not overwrite and path.exists() and not same(temporary, path):
-            raise ValueError(f"{path} exists and differs; give another name, or allow it with overwrite (--overwrite)")
         _sync(temporary)
         temporary.chmod(_MODE)
         temporary.replace(path)

@@ -122,18 +122,14 @@ def test_nothing_different_is_overwritten_by_default(format: str, backbone: Back
     out = tmp_path / NAMES[format]
     files = export(backbone, out, format).files
     assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
-    for _ in range(5):
-        export(backbone, out, format)  # the same again is fine
     before = [path.read_bytes() for path in files]
     changed = {name: tensor + 1 for name, tensor in backbone.weights.items()}
     other = dataclasses.replace(backbone, weights=changed)
-    with pytest.raises(ValueError, match=r"exists and differs.*overwrite"):
-        export(other, out, format)
+    for each in (backbone, other):
+        with pytest.raises(ValueError, match=r"exists; give another name.*overwrite"):
+            export(each, out, format)
     assert [path.read_bytes() for path in files] == before
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(files)
-    if format != "torchvision":  # which stores no normalization
-        with pytest.raises(ValueError, match="exists and differs"):
-            export(dataclasses.replace(backbone, std=(1.0, 1.0, 1.0)), out, format)
     export(other, out, format, overwrite=True)
     again = load_backbone(out, heads=4 if format == "torchvision" else None)
     assert again.digest() == other.digest()
@@ -142,7 +138,7 @@ def test_nothing_different_is_overwritten_by_default(format: str, backbone: Back
 def test_other_files_are_not_touched(backbone: Backbone, tmp_path: Path) -> None:
     for format in ("timm", "torchvision"):
         (tmp_path / "notes.txt").write_text("mine")
-        with pytest.raises(ValueError, match="exists and differs"):
+        with pytest.raises(ValueError, match="exists; give another name"):
             export(backbone, tmp_path / "notes.txt", format)
         assert (tmp_path / "notes.txt").read_text() == "mine"
         with pytest.raises(ValueError, match="is a folder"):
@@ -152,7 +148,7 @@ def test_other_files_are_not_touched(backbone: Backbone, tmp_path: Path) -> None
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"config\.json exists and differs"):
+    with pytest.raises(ValueError, match=r"config\.json exists"):
         export(backbone, folder, "huggingface")
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
@@ -221,7 +217,7 @@ def test_export_prints_what_it_wrote_and_how_to_open_it(
     exported = export_weights(Export(str(run), out, format="huggingface"))
     wrote = [f"wrote {out / name}" for name in ("config.json", "model.safetensors", "README.md")]
     assert capsys.readouterr().out.splitlines() == [*wrote, "", *exported.usage.splitlines()]
-    with pytest.raises(ValueError, match="exists and differs"):
+    with pytest.raises(ValueError, match="exists; give another name"):
         export_weights(Export("random:vit_tiny_patch4_16", out, format="huggingface"))
 
 

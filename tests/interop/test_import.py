@@ -270,7 +270,7 @@ def test_import_writes_the_encoder_and_prints_what_became_of_each_name(
     printed = capsys.readouterr().out
     for line in ("format   dino", "the momentum encoder (teacher/", "12 heads as given", f"wrote    {out}"):
         assert line in printed
-    with pytest.raises(ValueError, match="exists and differs"):
+    with pytest.raises(ValueError, match="exists; give another name"):
         import_weights(Import(file, out))
     import_weights(Import(file, out, format="dino", overwrite=True))
     assert load_backbone(out).architecture.image_size == 32

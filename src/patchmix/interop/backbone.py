@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed, resample_patch_embed  # type: ignore[attr-defined]
 from timm.models import adapt_input_conv
@@ -139,10 +138,10 @@ class Backbone:
         """SHA-256 over names and values: equal weights have equal digests, wherever they are stored."""
         return digest(self.weights)
 
-    def save(self, path: Path, *, overwrite: bool = True) -> None:
+    def save(self, path: Path) -> None:
         """Writes encoder.safetensors: a plain timm state dict, and in its metadata what `load_backbone` needs."""
         header = {"architecture": vars(self.architecture), "mean": self.mean, "std": self.std, "origin": self.origin}
-        save_weights(self.weights, path, {"patchmix": json.dumps(header)}, overwrite=overwrite)
+        save_weights(self.weights, path, {"patchmix": json.dumps(header)})
 
     @staticmethod
     def from_metadata(header: str, weights: dict[str, Tensor]) -> "Backbone":
@@ -204,26 +203,11 @@ def digest(weights: Mapping[str, Tensor]) -> str:
     return sha.hexdigest()
 
 
-def save_weights(
-    weights: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str], *, overwrite: bool = True
-) -> None:
+def save_weights(weights: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Written to a temporary name, synced, renamed: a crash leaves the old safetensors file or the new one."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    with replacing(path, overwrite=overwrite, same=_same_content) as temporary:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", **metadata})
-
-
-def _same_content(a: Path, b: Path) -> bool:
-    """safetensors writes its metadata in any order, so equal files may differ in bytes."""
-    try:
-        with safe_open(a, framework="pt") as left, safe_open(b, framework="pt") as right:
-            return (
-                left.metadata() == right.metadata()
-                and set(left.keys()) == set(right.keys())
-                and all(torch.equal(left.get_tensor(name), right.get_tensor(name)) for name in left.keys())  # noqa: SIM118
-            )
-    except (SafetensorError, OSError):  # what is there is no safetensors file
-        return False
 
 
 def _times(tensor: Tensor) -> str:

@@ -14,7 +14,7 @@ import timm
 import torch
 from torch import Tensor
 
-from patchmix.files import replacing
+from patchmix.files import check_absent, replacing, write_text
 from patchmix.interop.backbone import TIMM_ARGUMENTS, Architecture, Backbone, save_weights
 from patchmix.interop.layouts import ENCODER_TENSOR, TO_TORCHVISION, rename
 from patchmix.progress import progress_bar
@@ -31,7 +31,7 @@ class Exported:
 
 
 def export(backbone: Backbone, out: Path, format: str, *, overwrite: bool = False) -> Exported:
-    """Every file is written under a temporary name first; one that exists with other content needs `overwrite`.
+    """Every file is written under a temporary name first; one that exists needs `overwrite`.
 
     timm: a safetensors state dict that loads strictly into `timm.create_model(…, num_classes=0, …)`.
     torchvision: the same with torchvision's names; strict once `model.heads` is an Identity.
@@ -41,7 +41,9 @@ def export(backbone: Backbone, out: Path, format: str, *, overwrite: bool = Fals
     """
     if format not in FORMATS:
         raise ValueError(f"export format {format!r} is unknown; it must be one of {', '.join(FORMATS)}")
-    return FORMATS[format](backbone, Path(out), overwrite)
+    if not overwrite:
+        check_absent(*([out / "config.json", out / "model.safetensors"] if format == "huggingface" else [out]))
+    return FORMATS[format](backbone, out)
 
 
 def timm_arguments(architecture: Architecture) -> tuple[str, dict[str, int]]:
@@ -55,8 +57,8 @@ def timm_arguments(architecture: Architecture) -> tuple[str, dict[str, int]]:
     return name, arguments
 
 
-def _timm(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
-    backbone.save(out, overwrite=overwrite)
+def _timm(backbone: Backbone, out: Path) -> Exported:
+    backbone.save(out)
     name, arguments = timm_arguments(backbone.architecture)
     listed = ", ".join(f"{key}={value}" for key, value in arguments.items())
     usage = f"""\
@@ -78,7 +80,7 @@ def _stem_code(architecture: Architecture) -> str:
     return f"\nmodel.patch_embed.proj = torch.nn.Sequential({layers})"
 
 
-def _huggingface(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
+def _huggingface(backbone: Backbone, out: Path) -> Exported:
     """The layout of timm's own Hub folders, which `local-dir:` and `hf-hub:` read."""
     if out.is_file():
         raise ValueError(f"{out} is a file; a Hugging Face export is a folder, so give another name")
@@ -107,24 +109,20 @@ def _huggingface(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
         },
     }
     weights, config = out / "model.safetensors", out / "config.json"
-    text = json.dumps(content, indent=2) + "\n"
-    if config.exists() and not overwrite and config.read_text() != text:  # before anything is written
-        raise ValueError(f"{config} exists and differs; give another folder, or allow it with overwrite (--overwrite)")
-    backbone.save(weights, overwrite=overwrite)
-    with replacing(config, overwrite=overwrite) as temporary:
-        temporary.write_text(text)
+    backbone.save(weights)
+    write_text(config, json.dumps(content, indent=2) + "\n")
     usage = f"import timm\n\nmodel = timm.create_model({f'local-dir:{out}'!r}, pretrained=True)"
     return Exported([config, weights], usage)
 
 
-def _torchvision(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
+def _torchvision(backbone: Backbone, out: Path) -> Exported:
     shape = backbone.architecture
     if shape.in_chans != 3:
         raise ValueError(f"torchvision's ViT takes 3 channels, this encoder {shape.in_chans}; export to timm")
     if others := [name for name in backbone.weights if not ENCODER_TENSOR.fullmatch(name)]:
         raise ValueError(f"torchvision's ViT has no place for {others[0]} ({shape.name}); export to timm")
     renamed = {rename(name, TO_TORCHVISION): tensor for name, tensor in backbone.weights.items()}
-    save_weights(renamed, out, {}, overwrite=overwrite)
+    save_weights(renamed, out, {})
     usage = f"""\
 import torch, torchvision
 from safetensors.torch import load_file
@@ -137,13 +135,13 @@ model.load_state_dict(load_file({str(out)!r}))"""
     return Exported([out], usage)
 
 
-def _onnx(backbone: Backbone, out: Path, overwrite: bool) -> Exported:
+def _onnx(backbone: Backbone, out: Path) -> Exported:
     absent = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
     if absent:
         raise ValueError(f"ONNX export needs {' and '.join(absent)}; pip install 'patchmix-ssl[onnx]'")
     if sum(tensor.numel() * tensor.element_size() for tensor in backbone.weights.values()) >= 2**31:
         raise ValueError("the weights are above 2 GB, the limit of one ONNX file; export to timm or huggingface")
-    with replacing(out, overwrite=overwrite) as temporary, progress_bar("exporting to ONNX", None):
+    with replacing(out) as temporary, progress_bar("exporting to ONNX", None):
         temporary.write_bytes(_onnx_graph(backbone))
     pixels, in_chans = backbone.architecture.image_size, backbone.architecture.in_chans
     values = "rgb / 255" if in_chans in (1, 3) else "values where white is 1"

@@ -20,6 +20,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
+from patchmix.files import check_absent
 from patchmix.interop.backbone import TIMM_ARGUMENTS, Architecture, Backbone, first_of
 from patchmix.interop.layouts import ENCODER_TENSOR, LAYOUTS, Which, detect, tensors_of
 from patchmix.nn.vit import create_encoder
@@ -60,8 +61,11 @@ class Imported:
 def import_weights(settings: Import) -> Imported:
     """Writes the checkpoint's encoder to OUT/encoder.safetensors, and prints what was taken and what was dropped."""
     chosen: dict[str, Any] = {name: getattr(settings, name) for name in ("format", "encoder", "heads", "image_size")}
-    imported, path = import_checkpoint(settings.checkpoint, **chosen), settings.out / "encoder.safetensors"
-    imported.backbone.save(path, overwrite=settings.overwrite)
+    path = settings.out / "encoder.safetensors"
+    if not settings.overwrite:
+        check_absent(path)
+    imported = import_checkpoint(settings.checkpoint, **chosen)
+    imported.backbone.save(path)
     print("\n".join([*imported.summary(), f"wrote    {path}"]))
     return imported
 
