@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from benchmarks.plain import PlainPatchMix, PlainViT, plain_optimizer
-from benchmarks.products import Products
+from benchmarks.products import Products, count_flops
 from patchmix import build
 from patchmix.config import Config, ModelConfig
 from patchmix.nn.vit import HEADS
 from patchmix.recipes import start
 from patchmix.study.bench import Gemm, Phases, RepeatedStep, peak_bytes, resident_bytes
-from patchmix.study.flops import count_flops, shape_of
+from patchmix.study.flops import shape_of
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ import patchmix
 from patchmix.cli import main
 from patchmix.config import read_config
 from patchmix.data.sources import open_source
-from patchmix.evaluate.monitor import FEWEST_KEPT, Guard, Neighbors, guard_verdict
+from patchmix.evaluate.monitor import FEWEST_KEPT, Guard, guard_verdict
 from patchmix.interop.backbone import fitted
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
@@ -231,10 +231,10 @@ def test_kept_neighbors_against_a_loop() -> None:
         return [set([j for j in np.argsort(-vectors @ v) if j != i][:20]) for i, v in enumerate(vectors)]
 
     expected = np.mean([len(a & b) / 20 for a, b in zip(neighbors(before), neighbors(after), strict=True)])
-    compared = Neighbors({})
-    assert compared.kept(before) == 1.0 and compared.kept(before * 3) == 1.0
-    assert 0.4 < expected < 0.9 and compared.kept(after) == pytest.approx(expected)
-    assert Neighbors(compared.state).kept(after) == pytest.approx(expected)  # as after a resume
+    compared = Guard({}, lambda step: None)
+    assert compared.neighbors_kept(before) == 1.0 and compared.neighbors_kept(before * 3) == 1.0
+    assert 0.4 < expected < 0.9 and compared.neighbors_kept(after) == pytest.approx(expected)
+    assert Guard(compared.state, compared.keep).neighbors_kept(after) == pytest.approx(expected)  # as after a resume
 
 
 def test_guard_with_labels() -> None:
@@ -255,7 +255,7 @@ def test_margin_is_the_noise_of_a_paired_comparison() -> None:
     generator = np.random.default_rng(0)
     before, flipped = generator.random(400) < 0.6, generator.random(400) < 0.1
     after = before ^ flipped
-    compared = Neighbors({})
+    compared = Guard({}, lambda step: None)
     assert compared.margin(torch.from_numpy(before)) == 0.0
     draws = generator.integers(400, size=(4000, 400))  # a bootstrap over images
     spread = (after[draws].mean(axis=1) - before[draws].mean(axis=1)).std()

@@ -18,7 +18,7 @@ from patchmix.data.memory import check_decodable
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import View, Views
 from patchmix.device import autocast_dtype, check_compiler
-from patchmix.evaluate.monitor import LIDAR_IMAGES, Neighbors, lidar_monitor, monitor
+from patchmix.evaluate.monitor import LIDAR_IMAGES, Guard, lidar_monitor, monitor
 from patchmix.interop.backbone import check_weights, fitted
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.byol import BYOL
@@ -200,12 +200,7 @@ def build_optimizer(config: Config, method: Method) -> torch.optim.AdamW:
 
 
 def build_evaluators(
-    config: Config,
-    method: Method,
-    source: Source,
-    image_size: int,
-    device: torch.device,
-    neighbors: Neighbors | None = None,
+    config: Config, method: Method, source: Source, image_size: int, device: torch.device, guard: Guard | None = None
 ) -> list[Evaluator]:
     """Health of the features of some training images, kNN where they have labels, and LiDAR of the embeddings."""
     has_test = source.labels is not None and has_split(config.data.path, "test")
@@ -214,6 +209,6 @@ def build_evaluators(
     common: dict[str, Any] = {"mean": config.views.mean, "std": config.views.std, "device": device}
     two_views, few = build_views(config.views, image_size)[:2], min(LIDAR_IMAGES, bank)
     return [
-        monitor(source, test, bank=bank, queries=queries, image_size=image_size, neighbors=neighbors, **common),
+        monitor(source, test, bank=bank, queries=queries, image_size=image_size, guard=guard, **common),
         lidar_monitor(source, two_views, method.embed, images=few, seed=config.train.seed, **common),
     ]

@@ -20,7 +20,7 @@ from patchmix.data.decode import pixel_channels
 from patchmix.data.memory import mean_and_std
 from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.device import resolve_device
-from patchmix.evaluate.monitor import Guard, Neighbors, collapse_warning, guard_verdict
+from patchmix.evaluate.monitor import Guard, collapse_warning, guard_verdict
 from patchmix.evaluate.results import Result
 from patchmix.files import remove_unfinished, write_text
 from patchmix.interop.backbone import Architecture, Backbone
@@ -136,9 +136,7 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
                 checkpoints=checkpoints,
                 resume_from=state,
                 extra_state={"config": to_dict(config), "data": source.fingerprint(), "start": compared},
-                evaluators=build.build_evaluators(
-                    config, method, source, architecture.image_size, device, Neighbors(compared) if compared else None
-                ),
+                evaluators=build.build_evaluators(config, method, source, architecture.image_size, device, guard),
                 warning=partial(_warning, guard),
                 on_bad_sample=BadSamples(log, limit=max(1, round(0.01 * len(source)))),
             )

@@ -167,12 +167,8 @@ class Detect:
     pictures: Annotated[int, Ge(0)] = 8  # Number of predictions to draw next to the ground truth.
     model: str = "vit_base_patch16_224"  # The architecture for `scratch`.
     start: Path | None = None  # Detector to start from, with WEIGHTS = scratch.
-    train: str = "train2017"  # Name of the training split in COCO's layout.
-    val: str = "val2017"  # Name of the validation split in COCO's layout.
-    train_images: str | None = None  # Folder of training images below DATA, for other layouts.
-    train_annotations: str | None = None  # JSON file of training annotations below DATA, for other layouts.
-    val_images: str | None = None  # Folder of validation images below DATA, for other layouts.
-    val_annotations: str | None = None  # JSON file of validation annotations below DATA, for other layouts.
+    train: str = "train2017"  # Training split: a folder of images, with annotations/instances_NAME.json.
+    val: str = "val2017"  # Validation split, likewise.
     image_size: Annotated[int, Ge(32)] = 1024  # Side of the padded input.
     patch_size: Literal[4, 8, 16, 32] | None = None  # Patch size to resample to; by default the encoder's own.
     window: Annotated[int, Ge(0)] = 16  # Attention window in tokens; 0 is attention over the whole image.
@@ -365,7 +361,6 @@ class ShowSimilarity:
     query: tuple[str, ...] = ()  # Paths or positions of query images; by default some of different classes.
     key: tuple[int, ...] = ()
     """Positions of images to compare with; by default one of the same class, two of a related one, and others."""
-    related: int | None = None  # Related class; by default the nearest.
     queries: Count = 3  # Number of queries, if none are given.
     images: Count = 1000  # Number of images of DATA to read at most.
     device: str = "auto"  # Device: auto, cpu or cuda.
@@ -457,7 +452,6 @@ class Flops:
     image_size: Count | None = None  # Image size, if not the model's.
     local_crops: Annotated[int, Ge(0)] | None = None  # Small crops for multi-crop.
     local_size: Count | None = None  # Side of the small crops.
-    count: bool = False  # Add torch's own count; takes seconds per row.
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def test_the_interval_has_the_error_of_the_draws_and_of_the_test_images() -> Non
 def test_names_of_protocols() -> None:
     assert protocol_name("knn") == "kNN"
     assert protocol_name("knn@5-shot") == "kNN, 5-shot"
-    assert protocol_name("linear-fast@1%") == "linear (fast: sweep on stored features), 1%"
+    assert protocol_name("linear-fast@1%") == "linear (fast), 1%"
 
 
 # ---------------------------------------------------------------------------------------------------- whole evaluation

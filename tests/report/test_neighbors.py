@@ -81,10 +81,6 @@ def test_keys_are_of_the_same_a_related_and_other_classes() -> None:
     assert [int(labels[key]) for key, kind in chosen.items() if "other" not in kind] == [1, 0, 1]
     assert [*chosen.values()][len(chosen) // 2] == "same class" and 0 not in chosen
     assert {int(labels[key]) for key in chosen} == {0, 1, 2, 3, 4}
-    given = choose_keys(0, gallery, related=3)
-    assert [int(labels[key]) for key, kind in given.items() if kind == "related class"] == [3, 3]
-    with pytest.raises(ValueError, match="related class 0"):
-        choose_keys(0, gallery, related=0)
     assert set(choose_keys(3, gallery_of(None, vectors)).values()) == {"key"}
 
 

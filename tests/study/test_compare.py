@@ -106,6 +106,6 @@ def test_the_table(tmp_path: Path) -> None:
     stream = io.StringIO()
     compare(Compare((run, other)), Console(file=stream, width=240))
     text = stream.getvalue()
-    for wanted in ("91.34", "90.8 … 91.9", "paper 92.9", "linear (fast)", "50.00", "aaaaaaaa", "kNN 5-shot", "30.00"):
+    for wanted in ("91.34", "90.8 … 91.9", "paper 92.9", "linear (fast)", "50.00", "aaaaaaaa", "kNN, 5-shot", "30.00"):
         assert wanted in text
     assert "fine-tune" not in text  # nobody has one

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.products import count_flops
 from patchmix.build import METHODS, build_method, build_plan, build_weightless
 from patchmix.cli import from_keywords, main
 from patchmix.config import Config
@@ -18,7 +19,7 @@ from patchmix.interop.backbone import Architecture
 from patchmix.recipes import PAPER_ROWS, start
 from patchmix.settings import Plan
 from patchmix.study.bench import RepeatedStep
-from patchmix.study.flops import config_flops, count_flops, encoder_flops, shape_of
+from patchmix.study.flops import config_flops, encoder_flops, shape_of
 from patchmix.study.plan import HARDWARE, estimate, largest_batch, memory
 
 T2, S16, SMALL = ("paper", "vit_tiny_patch2_32"), ("paper", "vit_small_patch16_224"), ("fast", "vit_tiny_patch8_32")

@@ -235,9 +235,6 @@ def check_finite(vectors: Tensor, whose: str) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------------- features on disk
-
-
 def _keep(path: Path, features: Features) -> None:
     try:
         with replacing(path) as temporary:
@@ -256,9 +253,6 @@ def _load(path: Path, source: Source) -> Features | None:
     with contextlib.suppress(OSError):  # a cache that others own
         os.utime(path)  # used now
     return Features.of(source, **tensors)
-
-
-# ------------------------------------------------------------------------------------------------------ patchmix embed
 
 
 def embed(settings: Embed) -> list[Path]:

@@ -48,11 +48,9 @@ _PIXELS, _ERASING = 0, 1  # streams of random numbers
 def finetune(settings: Finetune, backbone: Backbone | None = None) -> Result:
     """Trains the encoder and a classifier on the class token with labels, and tests both them and their average.
 
-    Writes model.safetensors and model_ema.safetensors next to the checkpoints: plain timm state dicts with the
-    classifier; `details["timm"]` are the arguments of `timm.create_model` that load them. Metrics: "top1" and "top5"
-    after the last epoch, "ema_top1" and "ema_top5" of the moving average of the weights, and "best_top1",
-    "best_ema_top1": the best epoch's as chosen on the test images, which is optimistic. Without a test split, a fifth
-    of the images is held out to test on. `backbone` takes the place of `settings.weights`.
+    Writes model.safetensors and model_ema.safetensors: plain timm state dicts with the classifier; `details["timm"]`
+    are the arguments of `timm.create_model` that load them. Metrics: "top1" and "top5" after the last epoch, those of
+    the moving average with "ema_", and "best_…": the best epoch's as chosen on the test images, which is optimistic.
     """
     with protocol.open_task(settings, backbone, needs_test=True, many_passes=True) as task:
         tasks = [task]
@@ -191,9 +189,6 @@ def _train(method: FinetuneMethod, task: protocol.Task, record: dict[str, Any]) 
         optimizer=torch.optim.AdamW(layer_groups(method.encoder, record["layer_decay"]), lr=0.0),
         warmup=lambda steps: record["warmup_epochs"] / record["epochs"],
     )
-
-
-# ------------------------------------------------------------------------------------------------- timm's augmentation
 
 
 class TimmAugmentation:

@@ -30,10 +30,8 @@ def knn(settings: Knn, backbone: Backbone | None = None) -> Result:
     """Classifies the test images by a weighted vote of their nearest training images (the paper's kNN).
 
     Without a test split, every training image is classified by all the others (leave-one-out). Metrics: "top1" and
-    "top5" at the headline k (20, or the first k given), and "top1@k" for each k; top-5 only where there are more than
-    five classes. With few labels, the means over their draws, and a fifth of the images is held out where there is no
-    test split. With `settings.layers`, "top1 of block 3" at the headline k for each of these blocks, whose tokens pass
-    through the last norm. `backbone` takes the place of `settings.weights`.
+    "top5" at the headline k (20, or the first k given), "top1@k" for each k, and with `settings.layers` "top1 of block
+    3", …; top-5 only where there are more than five classes. `backbone` takes the place of `settings.weights`.
     """
     if settings.layers and settings.pool == "pixels":
         raise ValueError("--layers needs the blocks of an encoder, which --pool pixels does not use; drop one of them")

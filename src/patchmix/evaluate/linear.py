@@ -33,14 +33,10 @@ Outcome = tuple[dict[str, float], dict[str, Any], dict[str, Any]]  # metrics, se
 def linear(settings: Linear, backbone: Backbone | None = None) -> Result:
     """Trains a linear classifier on the frozen encoder and tests it.
 
-    Protocol "paper": 100 epochs, random resized crops and flips, SGD with Nesterov momentum 0.9, learning rate by
-    `usual_base_lr` with a cosine schedule, no weight decay, batch 256 (up to 64 px) or 1024; hours on ImageNet.
-    "fast": features of the plain images, computed once; 20 classifiers, learning rate × weight decay, trained
-    together, the best chosen on a tenth of the training images and trained again on all; seconds. Their numbers
-    differ; the result says which it was. The fast one also works with few labels: the means over their draws.
-    Metrics: "top1" and "top5" after the last epoch; "best_top1" is the best epoch's as chosen on the test images, which
-    is optimistic. Without a test split, a fifth of the images is held out to test on. `backbone` takes the place of
-    `settings.weights`.
+    Protocol "paper": 100 epochs of random resized crops and flips. "fast": features computed once; 20 classifiers,
+    learning rate × weight decay, the best chosen on a tenth of the training images and trained again on all. Metrics:
+    "top1" and "top5" after the last epoch; "best_top1" is the best epoch's as chosen on the test images, which is
+    optimistic. `backbone` takes the place of `settings.weights`.
     """
     if not (fast := settings.protocol == "fast"):
         if settings.pool in ("attentive", "pixels"):

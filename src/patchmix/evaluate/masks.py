@@ -111,9 +111,6 @@ def read_names(path: Path) -> dict[int, str]:
     return dict(enumerate(lines))
 
 
-# ------------------------------------------------------------------------------------------------------------- folders
-
-
 def _folders(data: Path, layout: Sequence[str], splits: Sequence[str]) -> dict[str, list[Path]]:
     """Those of the splits whose two folders, of images and of masks, exist."""
     pairs = {split: [data / part.format(split) for part in layout] for split in splits}
@@ -200,9 +197,6 @@ def in_threads(function: Callable[[int], T], indices: Indices, title: str) -> It
         for result in pool.map(function, indices.tolist()):
             yield result
             advance(1)
-
-
-# ---------------------------------------------------------------------------------------------------------------- COCO
 
 
 def _coco_kind(data: Path) -> str | None:

@@ -35,18 +35,12 @@ _USED = ("knn_train", "knn_margin", "rank", "neighbors_kept")  # by the guard
 
 
 def monitor(
-    train: Source,
-    test: Source | None,
-    *,
-    bank: int,
-    queries: int,
-    neighbors: "Neighbors | None" = None,
-    **how: Any,
+    train: Source, test: Source | None, *, bank: int, queries: int, guard: "Guard | None" = None, **how: Any
 ) -> Evaluator:
     """The health of the features of at most `bank` training images, and kNN of at most `queries` test images.
 
-    Without labeled test images, the first training images are classified by the others. With `neighbors`, also what a
-    Guard takes: how many neighbors are kept, and kNN of all these training images (leave-one-out). how: see `extract`.
+    Without labeled test images, the first training images are classified by the others. For a guard also how many
+    neighbors are kept, and kNN of all these training images (leave-one-out). how: see `extract`.
     """
     bank_images = Subset(train, bank)
     query_images = None if test is None or test.labels is None else Subset(test, queries)
@@ -54,15 +48,15 @@ def monitor(
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         found = extract(encoder, bank_images, **how)
         yield from health(found.vectors)
-        if neighbors is not None:
-            yield "neighbors_kept", neighbors.kept(found.vectors)
+        if guard is not None:
+            yield "neighbors_kept", guard.neighbors_kept(found.vectors)
         if found.labels is None:
             return
         voters, k = (found.vectors, found.labels), min(HEADLINE_K, len(found.vectors) - 1)
-        if neighbors is not None:
+        if guard is not None:
             own = knn_predict(*voters, found.vectors, ks=[k], leave_one_out=True)[k]
             yield "knn_train", accuracy(own, found.labels)
-            yield "knn_margin", neighbors.margin(own[:, 0] == found.labels)
+            yield "knn_margin", guard.margin(own[:, 0] == found.labels)
         vectors, labels = found.vectors[:queries], found.labels[:queries]
         if query_images is not None:
             queried = extract(encoder, query_images, **how)
@@ -149,16 +143,18 @@ def collapse_warning(values: dict[str, float]) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------- the guard of adapted runs
-
-
 @dataclass
-class Neighbors:
-    """What the same images had at the start, kept in `state`: "neighbors", int64 (N, k), and "correct", bool (N,)."""
+class Guard:
+    """Takes the monitor's values at every point, and calls `keep(step)` where the features are the best so far.
+
+    `state` goes into checkpoints: what a resumed run must know of the best point and of the start, whose images had
+    "neighbors", int64 (N, k), and were "correct", bool (N,).
+    """
 
     state: dict[str, Any]
+    keep: Callable[[int], None]
 
-    def kept(self, features: Tensor) -> float:
+    def neighbors_kept(self, features: Tensor) -> float:
         """The share of the neighbors at the start that still are. The first call sets the start. features: (N, D)."""
         unit, k = F.normalize(features.float(), dim=1), min(HEADLINE_K, len(features) - 1)
         parts = [nearest(unit, unit[at : at + QUERY_ROWS], k, first=at)[1] for at in range(0, len(unit), QUERY_ROWS)]
@@ -174,17 +170,6 @@ class Neighbors:
         """
         change = correct.double() - self.state.setdefault("correct", correct).double()
         return 1.96 * math.sqrt(float(change.var(correction=0)) / len(change))
-
-
-@dataclass
-class Guard:
-    """Takes the monitor's values at every point, and calls `keep(step)` where the features are the best so far.
-
-    `state` is plain data that goes into checkpoints: what a resumed run must know of the start and of the best.
-    """
-
-    state: dict[str, Any]
-    keep: Callable[[int], None]
 
     def __call__(self, step: int, values: dict[str, float]) -> str | None:
         """What to warn of, if anything."""

@@ -38,8 +38,7 @@ Metrics = dict[str, float]
 TaskSettings = Knn | Linear | Finetune | Segment
 _NOT_RECORDED = {  # where things come from and go to, and what is recorded under another name or in another unit
     *("weights", "encoder", "model", "start", "data", "train", "val", "test", "out", "device", "workers", "pictures"),
-    *("train_images", "train_annotations", "val_images", "val_annotations", "eval_only", "predict", "threshold"),
-    *("protocol", "base_lr", "shots", "fraction", "draws", "class_names"),
+    *("eval_only", "predict", "threshold", "protocol", "base_lr", "shots", "fraction", "draws", "class_names"),
 }
 
 
@@ -158,9 +157,6 @@ def encoder_name(backbone: Backbone) -> str:
     shape = backbone.architecture
     which = backbone.origin.get("encoder") or ("base" if "recipe" in backbone.origin else None)
     return f"{shape.name} ({which} encoder)" if which else shape.name
-
-
-# ----------------------------------------------------------------------------------------------------------- training
 
 
 class SupervisedMethod(Method):

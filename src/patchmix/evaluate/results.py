@@ -21,14 +21,14 @@ RAW_PIXELS = "raw pixels"  # encoder and weights of results that need none
 _Z95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 PROTOCOL_NAMES: dict[str, str] = {
     "knn": "kNN",
-    "linear": "linear (paper's protocol)",
-    "linear-fast": "linear (fast: sweep on stored features)",
-    "attentive": "attentive probe (on stored patch tokens)",
+    "linear": "linear",
+    "linear-fast": "linear (fast)",
+    "attentive": "attentive probe",
     "finetune": "fine-tune",
-    "detect": "detection (box / mask AP)",
-    "segment": "segmentation (mIoU of a linear layer)",
-    "segment-fast": "segmentation (mIoU of a linear layer on stored patch tokens)",
-    "segment-finetune": "segmentation (mIoU, fine-tuned)",
+    "detect": "box / mask AP",
+    "segment": "mIoU",
+    "segment-fast": "mIoU (fast)",
+    "segment-finetune": "mIoU, fine-tuned",
 }
 AP_NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75", "ap_small": "APs", "ap_medium": "APm", "ap_large": "APl"}
 
@@ -165,11 +165,9 @@ def known_result(
     results: Sequence[Result], protocol: str, fingerprint: str, weights: str, settings: dict[str, Any]
 ) -> Result | None:
     """The latest result of the same protocol, data, weights and settings; others of its settings may differ."""
-    for each in reversed(results):
-        same = (each.protocol, each.fingerprint, each.weights) == (protocol, fingerprint, weights)
-        if same and settings.items() <= each.settings.items():
-            return each
-    return None
+    wanted = protocol, fingerprint, weights
+    same = (each for each in reversed(results) if (each.protocol, each.fingerprint, each.weights) == wanted)
+    return next((each for each in same if settings.items() <= each.settings.items()), None)
 
 
 def print_result(result: Result | Sequence[Path], console: Console | None = None) -> None:

@@ -46,9 +46,8 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
     """Trains a linear layer on the patch tokens of some blocks, and tests it on whole images of any size.
 
     Tokens are normalized by the encoder's last norm and a batch norm, as in DINOv2's evaluation; logits are enlarged
-    to the mask's own size. Metrics: "miou", over the classes that occur, and "pixel_accuracy", with 95 % intervals by
-    bootstrap over test images; `details["classes"]` has the IoU of each class. Pictures of some test images (image,
-    truth, prediction) go to the folder segment-… next to results.jsonl. `backbone` is used in place of the weights.
+    to the mask's own size. Metrics: "miou", over the classes that occur, and "pixel_accuracy"; `details["classes"]`
+    has the IoU of each class. `backbone` takes the place of `settings.weights`.
     """
     fast = settings.protocol == "fast"
     if fast and (settings.finetune or settings.image_size or settings.lr or settings.blocks != (-1,)):
@@ -138,9 +137,6 @@ class SegmentMethod(SupervisedMethod):
         return {"loss": loss / (masks != IGNORED).sum().clamp_min(1)}
 
 
-# --------------------------------------------------------------------------------------------------------------- views
-
-
 class MaskedViews:
     """The loader's transform for training: random resized crops and flips of images and masks."""
 
@@ -179,9 +175,6 @@ class WholeView:
         scale = self._size / min(images[0].shape[:2]) / self._patch
         height, width = [self._patch * max(1, round(side * scale)) for side in images[0].shape[:2]]
         return [operations.resize(images[0], height, width)[None], self.source.mask(int(indices[0]))[None]]
-
-
-# ---------------------------------------------------------------------------------------------------------- evaluation
 
 
 @torch.no_grad()
@@ -241,9 +234,6 @@ def result_of(task: Task, protocol: str, counts: Tensor, record: dict[str, Any])
     return task.result(protocol, [metrics], len(counts), record, {"classes": classes}, intervals=bootstrap(counts))
 
 
-# ------------------------------------------------------------------------------------------------------- fast protocol
-
-
 def segment_fast_of(task: Task) -> Result:
     """`segment --protocol fast` of an open task: on stored patch tokens of center crops, in seconds.
 
@@ -293,9 +283,6 @@ def center_mask(mask: Mask, crop: CenterCrop) -> Mask:
     ]
     cropped: Mask = mask[np.ix_(*places)]
     return cropped
-
-
-# ------------------------------------------------------------------------------------------------------------ pictures
 
 
 def save_pictures(folder: Path, model: Segmenter, task: Task, view: WholeView, count: int) -> None:

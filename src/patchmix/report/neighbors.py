@@ -38,10 +38,10 @@ def show_similarity(settings: ShowSimilarity) -> list[Path]:
     check_suffix(settings.out)
     gallery = load_gallery(load_all(settings.runs), settings.data, settings.images, device=settings.device)
     queries = gallery.queries(settings.query, settings.queries)
-    if keys := gallery.rows(settings.key, "key"):
-        comparisons = {query: describe_keys(query, keys, gallery.labels) for query in queries}
-    else:
-        comparisons = {query: choose_keys(query, gallery, related=settings.related) for query in queries}
+    keys = gallery.rows(settings.key, "key")
+    comparisons = {
+        query: describe_keys(query, keys, gallery.labels) if keys else choose_keys(query, gallery) for query in queries
+    }
     return write({settings.out: similarity_figure(gallery, comparisons)})
 
 
@@ -118,12 +118,12 @@ def neighbors_figure(gallery: Gallery, queries: Sequence[int], k: int) -> Figure
     return figure
 
 
-def choose_keys(query: int, gallery: Gallery, *, related: int | None = None) -> Keys:
+def choose_keys(query: int, gallery: Gallery) -> Keys:
     """Keys as in the paper's figure: in the middle one of the query's class, next to it two of a related class.
 
-    The related class is `related`, or the one whose mean feature is nearest, averaged over the encoders. OTHERS are
-    one each of the remaining classes. Of a class the first image is taken, so that no encoder is favored. Without
-    labels the keys are spread evenly over the set.
+    The related class is the one whose mean feature is nearest, averaged over the encoders. OTHERS are one each of the
+    remaining classes. Of a class the first image is taken, so that no encoder is favored. Without labels the keys are
+    spread evenly over the set.
     """
     labels = gallery.labels
     if labels is None:
@@ -131,11 +131,6 @@ def choose_keys(query: int, gallery: Gallery, *, related: int | None = None) -> 
         return describe_keys(query, spaced[: OTHERS + 3], None)
     own = int(labels[query])
     order = _classes_by_nearness(own, labels, [vectors for _, vectors in gallery.runs])
-    if related is not None:
-        if related not in order:
-            raise ValueError(f"related class {related} has no images or is the query's own; there are {sorted(order)}")
-        order.remove(related)
-        order.insert(0, related)
 
     def first(label: int, count: int) -> list[int]:
         return [row for row in (labels == label).nonzero().flatten().tolist() if row != query][:count]

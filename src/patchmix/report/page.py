@@ -6,6 +6,7 @@ import io
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
 
@@ -215,16 +216,11 @@ def cost(record: Record) -> list[str | None]:
         f"{sum(tensor.numel() for tensor in weights) / 1e6:.1f} M" if weights else None,
         f"{steps:,}" if steps else None,
         f"{images:,}" if images else None,
-        None if seconds is None else _duration(seconds),
+        None if seconds is None else str(timedelta(seconds=round(seconds))),
         None if speed is None else f"{speed:.4g}",
         None if waited is None else f"{100 * waited:.0f} %",
         f"{images * history.flops_per_image:.3g}" if history.flops_per_image else None,
     ]
-
-
-def _duration(seconds: float) -> str:
-    hours, minutes = int(seconds // 3600), int(seconds % 3600 // 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {int(seconds % 60)} s"
 
 
 def figures(gallery: Gallery, records: Sequence[Record], encoders: Encoders) -> dict[str, Figure]:

@@ -8,21 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from patchmix.config import Config, differences, read_config
-from patchmix.evaluate.results import FILE, Result, read_results
+from patchmix.evaluate.results import FILE, PROTOCOL_NAMES, Result, protocol_name, read_results
 from patchmix.recipes import PAPER_ROWS, RECIPES
 from patchmix.settings import Compare
 
-PROTOCOLS = {
-    "knn": "kNN",
-    "linear": "linear",
-    "linear-fast": "linear (fast)",
-    "attentive": "attentive",
-    "finetune": "fine-tune",
-    "detect": "box / mask AP",
-    "segment": "mIoU",
-    "segment-fast": "mIoU (fast)",
-    "segment-finetune": "mIoU, fine-tuned",
-}
 # Settings that may differ from the recipe's in the same training.
 _FREE = ("data.", "train.seed:", "train.accumulate:", "train.precision:")
 
@@ -54,11 +43,10 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
     facts = [_facts(row) for row in rows]
     for name in facts[0]:
         table.add_row(name, *(each[name] or "–" for each in facts), end_section=name == "evaluated on")
-    found = sorted({tuple(protocol.split("@")) for row in rows for protocol in row.results})  # knn; knn, 5-shot
-    for name, title in PROTOCOLS.items():
-        for parts in [each for each in found if each[0] == name]:
-            cells = (_cell(row, "@".join(parts)) for row in rows)
-            table.add_row(" ".join([title, *parts[1:]]), *cells, end_section=True)
+    found = sorted({protocol for row in rows for protocol in row.results})
+    for name in PROTOCOL_NAMES:
+        for protocol in [each for each in found if each.partition("@")[0] == name]:  # knn, knn@5-shot
+            table.add_row(protocol_name(protocol), *(_cell(row, protocol) for row in rows), end_section=True)
     (console or Console()).print(table)
     return rows
 

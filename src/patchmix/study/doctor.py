@@ -5,7 +5,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import cv2
 import numpy as np
 import torch
 from rich.console import Console
@@ -31,8 +29,15 @@ from patchmix.train.log import read_metrics
 
 SIGNS = {"ok": "[green]✓[/]", "could be better": "[yellow]![/]", "missing": "[red]✗[/]", "bad": "[red]✗[/]"}
 VERSIONS = ("patchmix-ssl", "torch", "torchvision", "timm", "numpy", "opencv-python-headless", "pillow")
-EXTRAS = ("wandb", "mlflow", "trackio", "onnx")  # modules, and extras of the same name
 LEAST_FREE_GB = 5.0
+FEW_STEPS = 500
+STUCK, SOLVED = 0.05, 0.95  # of the way from chance to floor
+FALLEN = 0.1  # of that way, from the best so far
+MOST_WAIT = 0.05  # of the time
+SLOWER = 0.8  # of the speed at the start
+LEAST_GAIN = 1.0  # points of kNN, LiDAR or effective rank
+LEAST_EVALUATIONS = 4  # to fit a line to
+MEASURES = {"knn": "kNN", "lidar": "LiDAR", "rank": "effective rank"}  # of quality, the best first
 Verdict = Literal["ok", "could be better", "missing", "bad"]
 Rows = Sequence[dict[str, Any]]  # of metrics.jsonl
 
@@ -59,8 +64,7 @@ def doctor(settings: Doctor) -> list[Finding]:
 
 
 def examine(runs: Path) -> list[Finding]:
-    parts = (versions(), devices(), cores(), memory(), images(), storage(runs), compiling(), extras())
-    return [finding for part in parts for finding in part]
+    return [*versions(), *devices(), *cores(), *memory(), *storage(runs), *compiling()]
 
 
 def print_findings(findings: list[Finding], console: Console | None = None) -> None:
@@ -69,9 +73,6 @@ def print_findings(findings: list[Finding], console: Console | None = None) -> N
         remedy = f"\n[dim]{escape(finding.remedy)}[/]" if finding.remedy else ""
         table.add_row(SIGNS[finding.verdict], escape(finding.what), escape(finding.found) + remedy)
     (console or Console()).print(table)
-
-
-# -------------------------------------------------------------------------------------------------------- the machine
 
 
 def versions() -> Iterator[Finding]:
@@ -97,13 +98,11 @@ def devices() -> Iterator[Finding]:
 
 def cores() -> Iterator[Finding]:
     usable, threads, wanted = usable_cores(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-    remedy = f"OMP_NUM_THREADS={wanted} leaves cores idle; unset it, or use them as workers"
-    if threads > usable:
-        remedy = f"threads wait for each other: set OMP_NUM_THREADS={usable}"
+    idle = f"OMP_NUM_THREADS={wanted} leaves cores idle; unset it, or use them as workers"
+    remedy = f"threads wait for each other: set OMP_NUM_THREADS={usable}" if threads > usable else idle
     fine = threads == usable or (threads < usable and wanted is None)
     yield check(fine, "threads", f"{threads} threads on {usable} cores", remedy)
-    load = os.getloadavg()[0]
-    if load > usable + 0.5:
+    if (load := os.getloadavg()[0]) > usable + 0.5:
         remedy = "other programs compete for the cores and slow runs down"
         yield check(False, "load", f"{load:.1f} on {usable} cores", remedy)
     found = "--workers 1 suits training on the CPU, where the step needs the cores itself"
@@ -130,17 +129,6 @@ def memory() -> Iterator[Finding]:
         yield check(fine, "huge pages", policy + asked, remedy)
 
 
-def images() -> Iterator[Finding]:
-    build = cv2.getBuildInformation()
-    simd = re.search(r"Dispatched code generation:\s*(.+)", build)
-    yield Finding("OpenCV", f"{cv2.__version__}, SIMD {simd[1].strip() if simd else 'of its baseline only'}")
-    remedy = "pip install --force-reinstall opencv-python-headless, whose wheels have it"
-    for name, library in (("JPEG", "libjpeg-turbo"), ("WEBP", "")):
-        line = re.search(rf"^\s*{name}:\s*(.+)$", build, flags=re.MULTILINE)
-        codec = line[1].strip() if line else "NO"
-        yield check(library in codec and not codec.startswith("NO"), name, f"OpenCV: {codec}", remedy)
-
-
 def storage(runs: Path) -> Iterator[Finding]:
     existing = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free / 2**30
@@ -163,25 +151,6 @@ def compiling() -> Iterator[Finding]:
         found, remedy = cpp_compiler(), "install g++"
     text = f"possible with {found}" if found else "not possible"
     yield check(bool(found), "--compile", text, f"if you want it: {remedy}")
-
-
-def extras() -> Iterator[Finding]:
-    for name in EXTRAS:
-        installed = importlib.util.find_spec(name) is not None
-        remedy = f"if you want it: pip install 'patchmix-ssl[{name}]'"
-        yield check(installed, name, "installed" if installed else "not installed", remedy)
-
-
-# -------------------------------------------------------------------------------------------------------------- a run
-
-FEW_STEPS = 500
-STUCK, SOLVED = 0.05, 0.95  # of the way from chance to floor
-FALLEN = 0.1  # of that way, from the best so far
-MOST_WAIT = 0.05  # of the time
-SLOWER = 0.8  # of the speed at the start
-LEAST_GAIN = 1.0  # points of kNN, LiDAR or effective rank
-LEAST_EVALUATIONS = 4  # to fit a line to
-MEASURES = {"knn": "kNN", "lidar": "LiDAR", "rank": "effective rank"}  # of quality, the best first
 
 
 def examine_run(folder: Path) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What one training iteration costs, for every method: in closed form, and counted while it runs.
+"""What one training iteration costs, for every method, in closed form; tests compare it with what torch counts.
 
 2 FLOPs per multiply-add, backward = 2 × forward. The paper's cost column (Table "cifar") counts linear and patch layers
 and heads at batch 2, without attention's two matrix products; `attention=True` adds them, and `class_token=True` leaves
@@ -7,7 +7,7 @@ out what the last block would do for unused tokens. Norms, activations and the s
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,16 +15,13 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
-from patchmix.build import build_encoder, build_weightless
-from patchmix.config import Config, MethodConfig, ModelConfig
+from patchmix.build import build_encoder
+from patchmix.config import Config, ModelConfig
 from patchmix.interop.backbone import Architecture
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.vit import ConvStem
-from patchmix.progress import progress_bar
 from patchmix.schedules import Linear, stage
 from patchmix.settings import Flops
 
@@ -194,20 +191,6 @@ def config_flops(config: Config, *, class_token: bool = True) -> int | None:
         return None
 
 
-def count_flops(method: nn.Module, views: Sequence[Tensor]) -> tuple[int, int]:
-    """FLOPs of one pass forward and backward, as torch counts them: matrix products and convolutions.
-
-    Backward is a little less than 2 × forward: images and frozen layers need no gradients.
-    """
-    with sdpa_kernel(SDPBackend.MATH):  # attention as plain products, which the counter sees on any device
-        with FlopCounterMode(display=False) as forward:
-            loss = method(views)["loss"]
-        with FlopCounterMode(display=False) as backward:
-            loss.backward()
-    method.zero_grad(set_to_none=True)
-    return forward.get_total_flops(), backward.get_total_flops()
-
-
 @dataclass(frozen=True)
 class FlopsRow:
     """One method × model. FLOPs of one iteration; `paper` is what the paper prints, or None."""
@@ -220,7 +203,6 @@ class FlopsRow:
     paper: float | None
     linear: int  # by the paper's way of counting
     full: int  # what runs here: with attention, all heads, and of the last block only what is used
-    counted: int | None = None  # what torch counts on tensors without values; iBOT's with masks it happens to draw
 
 
 def flops_table(settings: Flops) -> list[FlopsRow]:
@@ -233,28 +215,21 @@ def flops_table(settings: Flops) -> list[FlopsRow]:
     models = [settings.model] if settings.model else list(MODELS)
     methods = [settings.method] if settings.method else list(METHOD_OPTIONS)
     as_usual = settings.batch == 2 and settings.image_size is None
-    with progress_bar("counting", len(models) * len(methods), settings.count, "rows") as advance:
-        for model, method in itertools.product(models, methods):
-            shape = shape_of(ModelConfig(model, image_size=settings.image_size))
-            with torch.device("meta"):
-                parameters = sum(parameter.numel() for parameter in shape.create().parameters())
-            as_paper = as_usual and model in MODELS and method in PAPER_GFLOPS
-            number, size = PAPER_CROPS.get(method, (0, 96)) if model in MODELS else (0, 96)
-            if settings.local_crops is not None:
-                number, size = settings.local_crops, 96
-            size = settings.local_size or size
-            crops: dict[str, Any] = {"batch": settings.batch, "local_crops": number, "local_size": size}
-            linear = method_flops(method, shape, **crops, patch_heads=not as_paper)
-            full = method_flops(method, shape, **crops, attention=True, class_token=True)
-            same_crops = (number, size) == PAPER_CROPS.get(method, (number, size))
-            paper = PAPER_GFLOPS[method][MODELS.index(model)] * 1e9 if as_paper and same_crops else None
-            row = FlopsRow(method, model, number, size, parameters, paper, linear, full)
-            if settings.count:
-                named = MethodConfig(method, METHOD_OPTIONS[method]())
-                built = build_weightless(ModelConfig(model, image_size=settings.image_size), named, **crops)
-                row = replace(row, counted=sum(count_flops(*built)))
-            rows.append(row)
-            advance(1)
+    for model, method in itertools.product(models, methods):
+        shape = shape_of(ModelConfig(model, image_size=settings.image_size))
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in shape.create().parameters())
+        as_paper = as_usual and model in MODELS and method in PAPER_GFLOPS
+        number, size = PAPER_CROPS.get(method, (0, 96)) if model in MODELS else (0, 96)
+        if settings.local_crops is not None:
+            number, size = settings.local_crops, 96
+        size = settings.local_size or size
+        crops: dict[str, Any] = {"batch": settings.batch, "local_crops": number, "local_size": size}
+        linear = method_flops(method, shape, **crops, patch_heads=not as_paper)
+        full = method_flops(method, shape, **crops, attention=True, class_token=True)
+        same_crops = (number, size) == PAPER_CROPS.get(method, (number, size))
+        paper = PAPER_GFLOPS[method][MODELS.index(model)] * 1e9 if as_paper and same_crops else None
+        rows.append(FlopsRow(method, model, number, size, parameters, paper, linear, full))
     return rows
 
 
@@ -262,10 +237,8 @@ def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
     """Prints parameters and FLOPs of one iteration, for one method and model or for all of the paper's."""
     caption = "GFLOPs of one iteration; linear: the paper's way of counting; full: with attention and all heads"
     title = f"Cost of one iteration, batch {settings.batch}"
-    gap = 1 if settings.count else 2  # 80 columns are enough
-    table = Table(title=title, caption=caption, box=None, padding=(0, gap, 0, 0))
-    names = ["method", "model", "crops", "M par.", "paper", "linear", "off by", "full", "counted"]
-    for name in names if settings.count else names[:-1]:
+    table = Table(title=title, caption=caption, box=None, padding=(0, 2, 0, 0))
+    for name in ("method", "model", "crops", "M par.", "paper", "linear", "off by", "full"):
         table.add_column(name, justify="left" if name in ("method", "model") else "right", no_wrap=True)
 
     def giga(value: float | None) -> str:
@@ -276,6 +249,6 @@ def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
         crops = f"{row.local_crops}×{row.local_size}" if row.local_crops else "–"
         off_by = "–" if row.paper is None else f"{100 * (row.linear / row.paper - 1):+.2f}%"
         cells = [row.method, row.model, crops, f"{row.parameters / 1e6:.1f}", giga(row.paper), giga(row.linear), off_by]
-        table.add_row(*cells, giga(row.full), *([giga(row.counted)] if settings.count else []))
+        table.add_row(*cells, giga(row.full))
     (console or Console()).print(table)
     return rows

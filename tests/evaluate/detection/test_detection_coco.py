@@ -36,12 +36,6 @@ def test_crowds_and_boxes_without_area_are_not_learnt_and_empty_images_are_left_
     assert [fewer.entry(i)["id"] for i in range(4)] == [100, 200, 300, 400]
 
 
-def test_other_names(coco: Path) -> None:
-    (coco / "val2017").rename(coco / "pictures")
-    (coco / "annotations" / "instances_val2017.json").rename(coco / "labels.json")
-    assert len(open_split(coco, "val2017", images="pictures", annotations="labels.json")) == 4
-
-
 def test_area_and_iscrowd_may_be_left_out(tmp_path: Path, make_split: Any) -> None:
     def strip(dataset: dict[str, Any]) -> None:
         for annotation in dataset["annotations"]:

@@ -208,7 +208,7 @@ def test_predictions_are_drawn(encoder_file: Backbone, coco: Path, tmp_path: Pat
     (tmp_path / "empty").mkdir()
     for wrong, message in (
         (tmp_path / "photos" / "notes.txt", r"notes\.txt: .*give image files"),
-        (tmp_path / "nothing", "does not exist"),
+        (tmp_path / "nothing", "No such file .*nothing.*; give image files or folders"),
         (tmp_path / "empty", "no images to show"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -300,7 +300,8 @@ def test_a_small_vit_learns_a_handful_of_coco_images_by_heart(coco_mini: Path, t
     chosen = set(clear[:8])
     dataset["images"] = [image for image in dataset["images"] if image["id"] in chosen]
     dataset["annotations"] = [a for a in dataset["annotations"] if a["image_id"] in chosen]
-    (coco_mini / "annotations" / "few.json").write_text(json.dumps(dataset))
+    (coco_mini / "annotations" / "instances_few.json").write_text(json.dumps(dataset))
+    (coco_mini / "few").symlink_to("train2017")
     torch.manual_seed(0)
     encoder = create_encoder("vit_tiny_patch8_128", dim=96, depth=4, heads=3)
     backbone = Backbone(Architecture.of("vit_tiny_patch8_128", encoder), encoder.state_dict())
@@ -322,12 +323,7 @@ def test_a_small_vit_learns_a_handful_of_coco_images_by_heart(coco_mini: Path, t
         "rois_per_image": 64,
         "global_blocks": 4,
     }
-    few = {
-        f"{split}_{what}": name
-        for split in ("train", "val")
-        for what, name in (("images", "train2017"), ("annotations", "annotations/few.json"))
-    }
-    result = detect(backbone, coco_mini, tmp_path, **options, **few)
+    result = detect(backbone, coco_mini, tmp_path, **options, train="few", val="few")
     assert len(chosen) == 8
     assert result.metrics["box_ap50"] > 0.6
     assert result.metrics["mask_ap50"] > 0.5

@@ -99,7 +99,12 @@ class CocoImages:
     def objects(self, index: int) -> list[dict[str, Any]]:
         """The annotations to learn from: no crowds, no boxes without area inside the image."""
         entry, annotations = self._record(index)
-        return [a for a in annotations if not a["iscrowd"] and _has_area(a["bbox"], entry)]
+
+        def has_area(x: float, y: float, width: float, height: float) -> bool:
+            right, bottom = min(x + width, entry["width"]), min(y + height, entry["height"])
+            return bool(right > max(x, 0) and bottom > max(y, 0))
+
+        return [a for a in annotations if not a["iscrowd"] and has_area(*a["bbox"])]
 
     def truth(self) -> COCO:
         """The chosen images and all their annotations; a new object each time, because pycocotools changes it."""
@@ -127,11 +132,11 @@ class CocoImages:
         return other
 
 
-def open_split(data: Path, split: str, *, images: str | None = None, annotations: str | None = None) -> CocoImages:
-    """`data`/SPLIT (such as train2017) with `data`/annotations/instances_SPLIT.json, or other names below `data`."""
+def open_split(data: Path, split: str) -> CocoImages:
+    """`data`/SPLIT, such as train2017, with `data`/annotations/instances_SPLIT.json."""
     if not data.is_dir():
         raise ValueError(f"{data} is not a folder; give the one with train2017/, val2017/ and annotations/")
-    return CocoImages(data / (images or split), data / (annotations or f"annotations/instances_{split}.json"))
+    return CocoImages(data / split, data / f"annotations/instances_{split}.json")
 
 
 def mask_of(annotation: dict[str, Any], height: int, width: int) -> Mask:
@@ -148,9 +153,6 @@ def mask_of(annotation: dict[str, Any], height: int, width: int) -> Mask:
             f"annotation {annotation.get('id')} of image id {annotation.get('image_id')} has a mask that can't be "
             f"decoded ({error}); repair the annotation file"
         ) from error
-
-
-# ---------------------------------------------------------------------------------------------------- average precision
 
 
 def score(source: CocoImages, entries: Sequence[Entry]) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -204,9 +206,6 @@ def coco_of(dataset: dict[str, Any]) -> COCO:
     return coco
 
 
-# ------------------------------------------------------------------------------------------------- the annotation file
-
-
 def read_dataset(path: Path) -> Dataset:
     """The parsed file, whose images, annotations and categories are lists."""
     try:
@@ -227,7 +226,13 @@ def _problems(dataset: Dataset, folder: Path) -> Iterator[str]:
     if not folder.is_dir():
         yield f"{folder} is not a folder; it should hold the images that the file lists"
     for kind, needs in (("categories", "name"), ("images", "file_name"), ("annotations", None)):
-        yield from _wrong_ids(kind, dataset[kind], needs)
+        if not dataset[kind] and needs:
+            yield f"the file lists no {kind}; give one with at least one"
+        for entry in dataset[kind]:
+            if not isinstance(entry.get("id"), int) or (needs and not isinstance(entry.get(needs), str)):
+                yield f"{str(entry)[:200]} in {kind} needs a whole number 'id'" + (f" and a {needs!r}" if needs else "")
+        if twice := [number for number, count in Counter(e["id"] for e in dataset[kind]).items() if count > 1]:
+            yield f"id {twice[0]} occurs twice in {kind}; ids must differ"
     images = {entry["id"]: entry for entry in dataset["images"]}
     categories = {entry["id"] for entry in dataset["categories"]}
     present = {file.name for file in folder.iterdir()}
@@ -250,19 +255,6 @@ def _problems(dataset: Dataset, folder: Path) -> Iterator[str]:
         annotation.setdefault("iscrowd", 0)
         if "area" not in annotation:
             annotation["area"] = float(mask_of(annotation, entry["height"], entry["width"]).sum())
-
-
-def _wrong_ids(kind: str, entries: Sequence[dict[str, Any]], needs: str | None) -> Iterator[str]:
-    """Entries without an id of their own, or without the name that they need."""
-    if not entries and needs:
-        yield f"the file lists no {kind}; give one with at least one"
-    seen = set()
-    for entry in entries:
-        if not isinstance(entry.get("id"), int) or (needs and not isinstance(entry.get(needs), str)):
-            yield f"{str(entry)[:200]} in {kind} needs a whole number 'id'" + (f" and a {needs!r}" if needs else "")
-        if entry["id"] in seen:
-            yield f"id {entry['id']} occurs twice in {kind}; ids must differ"
-        seen.add(entry["id"])
 
 
 def _wrong_object(annotation: dict[str, Any], entry: dict[str, Any], categories: set[int]) -> str | None:
@@ -290,9 +282,3 @@ def _wrong_object(annotation: dict[str, Any], entry: dict[str, Any], categories:
 
 def _numbers(values: Any) -> TypeGuard[list[float]]:
     return isinstance(values, list) and all(isinstance(v, int | float) and math.isfinite(v) for v in values)
-
-
-def _has_area(box: Sequence[float], entry: dict[str, Any]) -> bool:
-    """Inside the image."""
-    x, y, width, height = box
-    return bool(min(x + width, entry["width"]) > max(x, 0) and min(y + height, entry["height"]) > max(y, 0))

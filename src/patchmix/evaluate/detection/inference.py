@@ -2,6 +2,7 @@
 
 import colorsys
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from pycocotools import mask as rle
 from torch import Tensor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from patchmix.data.decode import EXTENSIONS, DecodeError, Pixels, decode
+from patchmix.data.decode import DecodeError, Pixels, decode
+from patchmix.data.folder import list_images
 from patchmix.data.views import to_float
 from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate.detection.coco import CocoImages, Entry, mask_of
@@ -61,16 +63,17 @@ def detect_one(detector: Detector, file: DetectorFile, device: torch.device, vie
     return entries
 
 
-# ----------------------------------------------------------------------------------------------------------- pictures
-
-
 def predict(settings: Detect) -> list[Path]:
     """Draws detections on images: for each image a PNG file in `out`, and predictions.json with all detections."""
     file, out = load_detector(Path(settings.weights)), settings.out or Path("predictions")
     device = resolve_device(settings.device)
     detector = file.detector().to(device)
     views = FittedViews(size=file.shape.image_size, mean=file.mean)
-    listed, written, paths = [], list[Path](), _image_files(settings.predict)
+    listed, written, paths = [], list[Path](), list[Path]()
+    for path in settings.predict:  # files, and all images in folders
+        paths += [path / os.fsdecode(name) for name in list_images(path)] if path.is_dir() else [path]
+    if not paths:
+        raise ValueError("there are no images to show; give image files, or a folder that holds some")
     with progress_bar("detection", len(paths)) as advance:
         for path in paths:
             try:
@@ -90,19 +93,6 @@ def predict(settings: Detect) -> list[Path]:
             advance(1)
     write_text(out / "predictions.json", json.dumps(listed, indent=1, ensure_ascii=False) + "\n")
     return written
-
-
-def _image_files(images: Sequence[Path]) -> list[Path]:
-    """Files, and all images in folders, however deep."""
-    files: list[Path] = []
-    for path in images:
-        if not path.exists():
-            raise ValueError(f"{path} does not exist; give image files or folders")
-        inside = sorted(one for one in path.rglob("*") if one.suffix.lower() in EXTENSIONS)
-        files += inside if path.is_dir() else [path]
-    if not files:
-        raise ValueError("there are no images to show; give image files, or a folder that holds some")
-    return files
 
 
 def draw(image: Pixels, entries: Sequence[Entry], names: Mapping[int, str]) -> Pixels:

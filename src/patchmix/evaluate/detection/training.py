@@ -38,13 +38,9 @@ _LOSSES = {  # torchvision's names and ours
 def detect(settings: Detect, backbone: Backbone | None = None) -> Result | list[Path]:
     """Trains Mask R-CNN on an encoder with COCO's objects, and evaluates it by box and mask AP.
 
-    With `eval_only` a trained detector is evaluated, with `predict` its detections are drawn (see `predict`).
-    WEIGHTS "scratch" begins with a random encoder of the architecture `model`, or, with `start`, with a detector that
-    was trained before: its shape (image size, window, …) overrules the settings; where its classes are others, only
-    the layers that name classes begin again. One line is added to results.jsonl, and a folder detect-… next to it gets
-    the log, checkpoints, detector.safetensors, and the detections as COCO's result files and as pictures. Metrics:
-    box_ap, box_ap50, box_ap75, box_ap_small, box_ap_medium, box_ap_large and the same with mask_, in 0…1;
-    `details["classes"]` has the AP of every class. `backbone` takes the place of `settings.weights`.
+    With `eval_only` a trained detector is evaluated, with `predict` its detections are drawn. The shape (image size,
+    window, …) of a detector to `start` from overrules the settings. Metrics: box_ap, box_ap50, box_ap75, box_ap_small,
+    … and the same with mask_, in 0…1. `backbone` takes the place of `settings.weights`.
     """
     if settings.predict:
         distributed.check_alone("patchmix detect --predict")
@@ -54,7 +50,7 @@ def detect(settings: Detect, backbone: Backbone | None = None) -> Result | list[
     device = resolve_device(settings.device)
     with distributed.process_group(device):
         if settings.eval_only:
-            return _evaluate_trained(settings, device)
+            return _evaluate_trained(settings, settings.data, device)
         scratch = backbone is None and settings.weights == "scratch"
         out = settings.out if scratch or backbone else protocol.results_folder(settings.weights, settings.out)
         if out is None:
@@ -65,20 +61,14 @@ def detect(settings: Detect, backbone: Backbone | None = None) -> Result | list[
             backbone = load_backbone(settings.weights, encoder=settings.encoder)
         if backbone is not None and (in_chans := backbone.architecture.in_chans) not in (1, 3):
             raise ValueError(f"detect reads RGB images, but the encoder takes {in_chans} channels; use segment")
-        return _train_and_evaluate(settings, backbone, device, out)
+        return _train_and_evaluate(settings, settings.data, backbone, device, out)
 
 
-def _open(settings: Detect, split: str) -> CocoImages:
-    """The images of the "train" or "val" split; there must be objects in them."""
-    assert settings.data is not None
-    names = {name: getattr(settings, f"{split}_{name}") for name in ("images", "annotations")}
-    source = open_split(settings.data, getattr(settings, split), **names)
-    learned = source.with_objects()
-    return learned if split == "train" else source
-
-
-def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: torch.device, out: Path) -> Result:
-    train, val = _open(settings, "train"), _open(settings, "val")
+def _train_and_evaluate(
+    settings: Detect, data: Path, backbone: Backbone | None, device: torch.device, out: Path
+) -> Result:
+    train, val = open_split(data, settings.train).with_objects(), open_split(data, settings.val)
+    val.with_objects()  # raises a ValueError where there is nothing to find
     _check_classes(train, val.categories, val.name)
     file, name, weights = _new_detector(backbone, train, settings)
     record = protocol.recorded(settings) | {"scale": list(settings.scale)} | vars(file.shape)
@@ -122,8 +112,9 @@ def _train_and_evaluate(settings: Detect, backbone: Backbone | None, device: tor
     return _result(settings, val, last[0], (name, weights, record), details, folder, out)
 
 
-def _evaluate_trained(settings: Detect, device: torch.device) -> Result:
-    file, val, out = load_detector(Path(settings.weights)), _open(settings, "val"), settings.out
+def _evaluate_trained(settings: Detect, data: Path, device: torch.device) -> Result:
+    file, val, out = load_detector(Path(settings.weights)), open_split(data, settings.val), settings.out
+    val.with_objects()
     _check_classes(val, file.categories, settings.weights)
     detections = evaluate(file.detector().to(device), file, val, device, settings.workers)
     record = vars(file.shape) | {"val": val.name, "trained": False}
