@@ -226,9 +226,6 @@ def python_function(name: str) -> Callable[..., Any]:
     return function
 
 
-# ------------------------------------------------------------------------------------------------------------ parsing
-
-
 def parse(cls: type[Any], args: list[str], prog: str) -> Any:
     """The settings of a command line; a mistake is a ValueError of one line."""
     if not takes_run_settings(cls):

@@ -209,9 +209,6 @@ class Config(Generic[Options]):
         return from_dict(values)
 
 
-# -------------------------------------------------------------------------------------------- to and from plain data
-
-
 def to_dict(config: Config) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))  # lists for tuples, as YAML has them
     return plain
@@ -323,9 +320,6 @@ def _from_0_1(values: Mapping[str, Any]) -> dict[str, Any]:
         train["budget"] = None if minutes is None else f"{minutes:g}min"
         values["model"] = {"author_positions": False, "positions": "learned", **(values.get("model") or {})}
     return values
-
-
-# -------------------------------------------------------------------------------------------------------- validation
 
 
 def validate(cls: type[S], values: Mapping[str, Any]) -> S:

@@ -103,9 +103,6 @@ def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
     return scores
 
 
-# ------------------------------------------------------------------------------------------------- encoders and data
-
-
 def find_entries(settings: Evaluate) -> Iterator[Entry]:
     """The encoders of all runs, then the untrained ones, then the pixels."""
     baselines: dict[str, Entry] = {}
@@ -156,9 +153,6 @@ def open_set(name: str, settings: Evaluate, in_chans: int) -> DataSet:
     return DataSet(name, labeled, masked)
 
 
-# ----------------------------------------------------------------------------------------------------------- evaluation
-
-
 def evaluate_one(
     settings: Evaluate, entry: Entry, data: DataSet, known: Sequence[Result], device: torch.device, console: Console
 ) -> list[Score]:
@@ -205,9 +199,6 @@ def evaluate_one(
         console.print(f"{entry.name} on {data.name}: {title(protocol, settings)}", style="dim", soft_wrap=True)
         found[protocol] = jobs[protocol][1](task)
     return [Score(data.name, entry, each, found[each]) for each in TITLES if each in found]
-
-
-# ---------------------------------------------------------------------------------------------------- table and files
 
 
 def title(protocol: str, settings: Evaluate) -> str:

@@ -152,9 +152,6 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
     return Run(out)
 
 
-# ------------------------------------------------------------------------------------------------------- the folder
-
-
 def _warning(guard: Guard | None, step: int, values: dict[str, float]) -> str | None:
     """What is wrong with the monitor's values, if anything. An untrained network may look collapsed."""
     said = guard(step, values) if guard else None

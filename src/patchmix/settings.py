@@ -19,8 +19,6 @@ RunSettings = OmitArgPrefixes[Annotated[Config[Options], arg(name="")]]
 Split = Annotated[Literal["train", "test"] | None, arg(metavar="{train,test}")]
 Workers = Annotated[int, Ge(0)]
 
-# ---------------------------------------------------------------------------------------------------------- training
-
 
 @dataclass(frozen=True)
 class Pretrain(Generic[Options]):
@@ -70,9 +68,6 @@ class Demo:
 
     out: Path | None = None  # The run's folder; by default runs/demo-DATE-TIME.
     budget: str = "3min"  # Training time.
-
-
-# -------------------------------------------------------------------------------------------------------- evaluation
 
 
 @dataclass(frozen=True)
@@ -266,9 +261,6 @@ class Compare:
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]  # Run folders.
 
 
-# ------------------------------------------------------------------------------------------------- data and weights
-
-
 @dataclass(frozen=True)
 class Shards:
     """Write data as tar shards with an index, for data that is large or remote."""
@@ -322,9 +314,6 @@ class Push:
     private: bool = False  # Make a new repository private.
     license: str | None = None  # License of the weights in the model card, such as cc-by-4.0.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
-
-
-# ------------------------------------------------------------------------------------------------ figures and report
 
 
 @dataclass(frozen=True)
@@ -432,9 +421,6 @@ class Report:
     images: Annotated[int, Ge(0)] = 2000  # Number of images in the explorer at most; 0 leaves pictures out.
     device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 0  # Processes that load images.
-
-
-# -------------------------------------------------------------------------------------------------------- the machine
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,6 @@ _TIMEOUT = 60  # seconds without an answer
 T = TypeVar("T")
 
 
-# ----------------------------------------------------------------------------------------------------------- file names
-
-
 def is_remote(name: str) -> bool:
     return "://" in name
 
@@ -122,9 +119,6 @@ def _matches(name: str) -> list[str]:
     if not name.partition("?")[0].endswith(".tar"):
         return [found for pattern in ("*.tar", "*/*.tar") for found in _list_remote(f"{name.rstrip('/')}/{pattern}")]
     return [name]
-
-
-# --------------------------------------------------------------------------------------------------------- remote files
 
 
 def retry(action: Callable[[], T], complaint: str, remedy: str) -> T:

@@ -146,8 +146,6 @@ def _reason(error: BaseException) -> str:
     return str(error).splitlines()[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- lock
-
 LOCK, HOLDER = ".lock", ".lock.json"  # the locked file, and who holds it
 
 

@@ -79,7 +79,6 @@ def train(
     `prepare` turns a batch of the loader, on the device, into the argument of `method.forward`. `warning` says what is
     wrong with the evaluators' values at a step, if anything.
     """
-    # ------------------------------------------------------------------------------------------------------- start
     step, spent = 0, 0.0
     if resume_from is not None:
         method.load_state_dict(resume_from["method"])
@@ -119,7 +118,6 @@ def train(
     if step == 0:
         monitor()
 
-    # -------------------------------------------------------------------------------------------------------- loop
     with catch_signals() as caught, closing(writer), name_dead_workers():
         take_step = partial(
             train_step, module, method, optimizer, receive(), plan, device=device, prepare=prepare, on_losses=watch.push
@@ -128,14 +126,12 @@ def train(
         last_saved = time.monotonic()
         progress = clock.progress(step, device)
         while progress < 1.0:
-            # ------------------------------------------------------------------------------------------------- step
             take_step(step=step, progress=progress)
             lr, weight_decay = plan.lr(progress), plan.weight_decay(progress)
             step += 1
             meter.count(plan.batch_size)
             progress = clock.progress(step, device)
 
-            # -------------------------------------------------------------------------------------------------- log
             done = progress >= 1.0
             if step % plan.log_every == 0 or done:
                 values = distributed.average(watch.latest(), device)
@@ -147,7 +143,6 @@ def train(
                 line = _line(epoch, plan, values, lr, speed, waited, clock.remaining(progress))
                 log.show_progress(progress, line, final=done)
 
-            # --------------------------------------------------------------------------------- monitor, checkpoint
             if _every(plan.monitor_every, step, loader.steps_per_epoch) and not done:
                 monitor()
                 meter.restart()  # it measures training only
@@ -163,15 +158,11 @@ def train(
                 signum = caught[0] if caught else int(signal.SIGTERM)
                 raise Interrupted(signum, f"stopped at step {step}; its checkpoint is written")
 
-        # ----------------------------------------------------------------------------------------------------- end
         save()  # the evaluation may take long, and may be killed
         results = monitor()
         save()  # with what the evaluators keep in the method
         writer.wait()
     return results
-
-
-# ------------------------------------------------------------------------------------------------------------- step
 
 
 def train_step(
@@ -281,9 +272,6 @@ def seed_pass(seed: int, number: int, method: Method) -> None:
     torch.manual_seed(here)
     method.generator.manual_seed(here ^ 0x5851F42D4C957F2D)
     method.shared_generator.manual_seed(everywhere % 2**63 ^ 0x5851F42D4C957F2D)
-
-
-# ------------------------------------------------------------------------------------------------- parts of the loop
 
 
 def _evaluate(method: Method, evaluators: Sequence[Evaluator], *, momentum: bool) -> dict[str, float]:
