@@ -56,7 +56,7 @@ def write_noise(folder: Path, count: int, side: int, kind: str) -> None:
             columns = [pa.array([images[i % len(images)] for i in rows], pa.binary()), pa.array([i % 10 for i in rows])]
             writer.write_table(pa.table(columns, schema=schema))
     if kind == "shards":
-        write_shards(Shards(table.parent, folder / "shards", shard_size=f"{max(1, count // 20000)}MB"))
+        write_shards(Shards(table.parent, folder / "shards", shard_mb=max(1, count // 20000)))
 
 
 def stream(source: Source, workers: int) -> Iterator[tuple[int, float, float]]:

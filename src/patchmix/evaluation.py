@@ -25,7 +25,7 @@ from patchmix.evaluate.masks import Masked, has_masks, open_masks
 from patchmix.evaluate.protocol import Task
 from patchmix.evaluate.results import RAW_PIXELS, Result, known_result, read_results
 from patchmix.evaluate.segment import segment_fast_of
-from patchmix.files import replacing, write_text
+from patchmix.files import replacing, run_lock, write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import initialize_as_mocov3
@@ -34,7 +34,6 @@ from patchmix.report.gallery import unique_names
 from patchmix.report.style import look, panel_grid, style
 from patchmix.settings import Evaluate, Knn, Linear, Segment
 from patchmix.study.compare import stored_config
-from patchmix.train.checkpoint import run_lock
 
 TITLES = {"knn": "kNN", "linear": "linear", "few-shot": "{}-shot", "attentive": "attentive", "segment": "mIoU"}
 UNTRAINED = "untrained"

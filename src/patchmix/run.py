@@ -22,12 +22,12 @@ from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.device import resolve_device
 from patchmix.evaluate.monitor import Guard, collapse_warning, guard_verdict
 from patchmix.evaluate.results import Result
-from patchmix.files import remove_unfinished, write_text
+from patchmix.files import remove_unfinished, run_lock, write_text
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.settings import Adapt, Pretrain
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import TRACKERS, BadSamples, RunLog
 from patchmix.train.loop import train
 from patchmix.train.watch import NonFiniteLoss

@@ -268,7 +268,7 @@ class Shards:
     data: Data  # A name, a folder of images, parquet, or other shards.
     out: Path  # Folder to write to: empty, or from the same interrupted call.
     split: Split = None  # Split to write; by default all.
-    shard_size: str | None = None  # Approximate size of a shard; by default 256MB.
+    shard_mb: Above0 = 256.0  # Approximate size of a shard in MB.
     per_shard: Count | None = None  # Images per shard, instead of a size.
     workers: Count = 4  # Threads that read images.
     quality: Annotated[int, Interval(ge=1, le=100)] | None = None

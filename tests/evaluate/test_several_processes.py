@@ -25,9 +25,10 @@ from patchmix.cli import main
 from patchmix.data.shapes import shapes_source
 from patchmix.evaluate.linear import linear
 from patchmix.evaluate.results import read_results
+from patchmix.files import run_lock
 from patchmix.interop.backbone import Backbone
 from patchmix.settings import Linear
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from tests.evaluate.conftest import make_backbone
 from tests.evaluate.detection.conftest import write_split
 from tests.evaluate.test_segment import write_scenes

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from patchmix.train.checkpoint import HOLDER, LOCK, run_lock
+from patchmix.files import HOLDER, LOCK, run_lock
 
-HOLD = "import sys, time; from pathlib import Path; from patchmix.train.checkpoint import run_lock\n"
+HOLD = "import sys, time; from pathlib import Path; from patchmix.files import run_lock\n"
 HOLD += "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
 FORK = HOLD.replace("print(", "import os; os.fork() and time.sleep(600); print(os.getpid(), ")  # the child says so
 

@@ -8,9 +8,7 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any
 
 import cv2
 import numpy as np
-from filelock import FileLock, Timeout
 
 from patchmix.data.contract import EncodedSource, Indices, Source, Split, groups_of
 from patchmix.data.decode import DecodeError, Pixels, size_of, to_picture
@@ -26,14 +23,12 @@ from patchmix.data.memory import some_positions
 from patchmix.data.randomness import Order, permutation
 from patchmix.data.shards import ShardIndex, join, scan
 from patchmix.data.sources import SPLITS, has_split, open_source
-from patchmix.files import UNFINISHED, write_text, writing
+from patchmix.files import LOCK, UNFINISHED, run_lock, write_text, writing
 from patchmix.progress import progress_bar
 from patchmix.settings import Shards
 
-_LOCK = ".lock"
 _SEED = 0  # of the order in which samples are written
 _WEIGHED = 256  # samples whose mean size stands for all
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
 _MAGIC = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM", "bmp"))
 
 
@@ -53,16 +48,14 @@ def write_shards(settings: Shards) -> list[Written]:
 
     Files keep their bytes; pixels that come without a file become PNG. What was written is checked and printed.
     """
-    if settings.shard_size is not None and settings.per_shard is not None:
-        raise ValueError("both a shard size and a number per shard are given; use --shard-size or --per-shard")
-    size = parse_bytes(settings.shard_size or "256MB")
     written = []
     for split in [settings.split] if settings.split else [split for split in SPLITS if has_split(settings.data, split)]:
         source = open_source(settings.data, split, class_folders=True, cache_bytes=0)
         if len(source) and source.key(0).endswith(".npy"):
             raise ValueError(f"{source.name} holds .npy files, shards hold image files; train from the folder itself")
-        count = settings.per_shard or max(1, min(len(source), round(size / _mean_bytes(source, settings.quality))))
-        with _alone(settings.out):
+        fitting = round(1e6 * settings.shard_mb / _mean_bytes(source, settings.quality))
+        count = settings.per_shard or max(1, min(len(source), fitting))
+        with run_lock(settings.out):  # two calls at a time would remove each other's unfinished shards
             done = _write_split(source, split, count, settings)
         written.append(done)
         print(f"{split}: {done.samples:,} images in {done.shards:,} shards, {done.bytes / 1e6:,.1f} MB, checked")
@@ -71,30 +64,6 @@ def write_shards(settings: Shards) -> list[Written]:
         if len(done.left_out) > 5:
             print(f"  skipped: {len(done.left_out) - 5} more")
     return written
-
-
-def parse_bytes(text: str) -> int:
-    """ "256MB" → 256,000,000."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise ValueError(f"shard size {text!r} must be a number with KB, MB or GB, such as 256MB")
-    return max(1, round(float(match[1]) * _UNITS[match[2].upper()]))
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Two calls at a time would remove each other's unfinished shards; a ValueError where another one writes."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{str(out)!r} is a file; give a folder with --out")
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(out / _LOCK, timeout=0):
-            try:
-                yield
-            finally:
-                (out / _LOCK).unlink(missing_ok=True)
-    except Timeout as error:
-        raise ValueError(f"another call writes to {str(out)!r}; wait for it, or give another --out") from error
 
 
 def _write_split(source: Source, split: Split, per_shard: int, settings: Shards) -> Written:
@@ -142,7 +111,7 @@ def _claim(out: Path, split: Split, job: dict[str, Any]) -> None:
         before = None
     same = isinstance(before, dict) and {**before, "data": job["data"]} == job  # the data may have moved
     splits = "(train|test)" if same else "test" if split == "train" else "train"
-    known = re.compile(rf"{splits}-(\d{{6}}\.tar|index\.safetensors|job\.json)|\{_LOCK}")
+    known = re.compile(rf"{splits}-(\d{{6}}\.tar|index\.safetensors|job\.json)|{re.escape(LOCK)}(\.json)?")
     for path in sorted(out.iterdir()):
         if path.name.startswith(f".{split}-") and path.name.endswith(UNFINISHED):
             path.unlink()

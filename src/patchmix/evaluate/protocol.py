@@ -22,14 +22,14 @@ from patchmix.evaluate.features import SMALL_IMAGES, FeatureExtractor, Features
 from patchmix.evaluate.labeled import Labeled, few_labels, open_labeled
 from patchmix.evaluate.masks import open_masks
 from patchmix.evaluate.results import RAW_PIXELS, Result, append_result, mean_over_draws
-from patchmix.files import write_text
+from patchmix.files import run_lock, write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.methods.method import Method
 from patchmix.progress import progress_bar
 from patchmix.schedules import WarmupCosine
 from patchmix.settings import Detect, FewLabels, Finetune, Knn, Linear, Segment
-from patchmix.train.checkpoint import Checkpoints, load_checkpoint, run_lock
+from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import BadSamples, RunLog
 from patchmix.train.loop import Evaluator, Plan, train
 

@@ -1,24 +1,16 @@
-"""What a run's folder holds while it trains: a lock, and checkpoints that are either complete or absent."""
+"""Checkpoints that are either complete or absent."""
 
-import errno
-import json
-import os
 import pickle
-import socket
 import zipfile
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from patchmix.files import write_text, writing
+from patchmix.files import writing
 
 
 class Checkpoints:
@@ -144,57 +136,3 @@ def _reason(error: BaseException) -> str:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
     return str(error).splitlines()[0]
-
-
-LOCK, HOLDER = ".lock", ".lock.json"  # the locked file, and who holds it
-
-
-@contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Holds `folder`, which is created if needed; a ValueError names the process that holds it already.
-
-    The system releases the lock when the process ends, however it ends. A folder that was created for the lock alone
-    is removed with it.
-    """
-    made = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _acquire(folder)
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
-        write_text(folder / HOLDER, json.dumps(me))
-    except OSError as error:
-        raise ValueError(f"can't write to {folder} ({error.strerror}); choose another --out") from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            (folder / HOLDER).unlink()
-            if made and [entry.name for entry in folder.iterdir()] == [LOCK]:
-                (folder / LOCK).unlink()
-                folder.rmdir()
-        lock.release()
-
-
-def _acquire(folder: Path) -> BaseFileLock:
-    """The system's lock; on file systems without locks (some network ones), a file that says who holds it."""
-    lock: BaseFileLock = FileLock(folder / LOCK, fallback_to_soft=False)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ValueError(_in_use(folder)) from error
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        lock = SoftFileLock(folder / f"{LOCK}.soft")
-        try:
-            lock.acquire(timeout=0.2)  # the first try may only remove the file of a dead process
-        except Timeout:
-            raise ValueError(f"{_in_use(folder)}; if it is gone, remove {lock.lock_file}") from error
-    return lock
-
-
-def _in_use(folder: Path) -> str:
-    who = "another process"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # it is just taking or releasing the lock
-        who = "process {pid} on {host}, since {since}".format(**json.loads((folder / HOLDER).read_bytes()))
-    return f"{folder} is in use by {who}; wait for it, stop it, or choose another --out"
