@@ -42,7 +42,7 @@ def test_what_is_in_the_log_is_not_trained_again(
 ) -> None:
     trained: list[Path] = []
 
-    def train(data: str, folder: Path, options: list[str]) -> dict[str, float]:
+    def train(data: str, folder: Path, options: list[str], evaluations: tuple[str, ...]) -> dict[str, float]:
         if len(trained) == 3:
             raise KeyboardInterrupt
         trained.append(folder)
