@@ -1,7 +1,7 @@
 """Draws the pictures of README and docs: `make figures RUN=runs/fast PHOTOS=clothing`.
 
 The photos must be free to show; those in the repository are of a clothing set under CC0. The comparison of PatchMix and
-MoCo v3 is drawn, and printed as a table, from docs/results/runs.csv.
+MoCo v3 is drawn, and printed as a table, from docs/results/runs.csv; the run's predictions are of its test images.
 """
 
 from __future__ import annotations
@@ -12,13 +12,21 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure
+from torch.nn.functional import normalize
 
+from patchmix.build import build_method
+from patchmix.data.sources import open_source
+from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.report.ablation_table import over_seeds
 from patchmix.report.curves import show_curves
 from patchmix.report.figures import show_mix
-from patchmix.report.style import COLORS, style, write
+from patchmix.report.gallery import crop_batch
+from patchmix.report.style import COLORS, MATRIX, style, write
+from patchmix.run import Run
 from patchmix.settings import ShowCurves, ShowMix
+from patchmix.train.checkpoint import load_checkpoint
 
 DOCS = Path(__file__).parent
 IMAGES = DOCS / "images"
@@ -55,10 +63,53 @@ def show_views() -> None:
     write({IMAGES / "views.png": figure})
 
 
+@style()
+@torch.no_grad()
+def show_predictions(run: Run) -> None:
+    """Mix-to-origin of test images, without augmentation: the first ones' targets and predictions, and how often the
+    most similar key is right over all of them."""
+    config, batch = run.config, 128
+    method = build_method(config).eval()
+    assert isinstance(method, PatchMixMethod)
+    method.load_state_dict(load_checkpoint(run.path / "checkpoints" / "last")["method"])
+    source = open_source(config.data.path, "test", cache_bytes=0)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (config.views.mean, config.views.std))
+    right = torch.zeros(2)
+    for start in range(0, len(source) - batch + 1, batch):
+        images = crop_batch(source, range(start, start + batch), method.encoder.patch_embed.img_size[0])
+        images = (images.permute(0, 3, 1, 2) / 255 - mean) / std
+        mixed = method.mix(images)
+        assert mixed.groups is not None
+        (z,) = method.keys(images)
+        h, h_region = method.region_queries(mixed.images, mixed.groups)
+        scores, regions = (normalize(x) @ normalize(z).T / method.options.temperature for x in (h, h_region))
+        own = torch.cat([torch.arange(batch).roll(-m) for m in range(len(mixed.groups))])
+        hits = mixed.share.gather(1, scores.argmax(dim=1, keepdim=True)) > 0, regions.argmax(dim=1) == own
+        right += torch.stack([hit.float().mean() for hit in hits]) * batch
+        if start == 0:
+            shown = mixed.share[:11, :12], scores[:11, :12].softmax(dim=1)
+    mixes, parts = (100 * right / (start + batch)).tolist()
+    print(
+        f"{batch} keys: an original is the most similar to its mix in {mixes:.1f} %, to its own part in {parts:.1f} %"
+    )
+    figure = Figure(figsize=(7.6, 3.6))
+    for axis, title, values in zip(figure.subplots(1, 2), ("target", "predicted after the hour"), shown, strict=True):
+        axis.imshow(values, cmap=MATRIX, vmin=0, vmax=0.6)
+        axis.set(title=title, xlabel="original (key)", ylabel="mixed image (query)", xticks=range(12), yticks=range(11))
+        axis.grid(False)
+        for i, j in (values > 0.095).nonzero().tolist():
+            value = values[i, j].item()
+            color = "black" if value > 0.36 else "white"
+            axis.text(j, i, f"{value:.1f}".removeprefix("0"), ha="center", va="center", fontsize=7, color=color)
+    figure.tight_layout()
+    write({IMAGES / "predictions.png": figure})
+
+
 def main(run: Path, photos: str) -> None:
     show_views()
     show_mix(ShowMix(photos, IMAGES / "mix.png", num_mix=3, patch_size=16, size=96, images=6, seed=3))
     show_curves(ShowCurves((str(run),), IMAGES / "curves.png"))
+    show_predictions(Run(run))
 
 
 if __name__ == "__main__":
