@@ -42,7 +42,7 @@ VERBS = {
     "knn": Verb(s.Knn, "patchmix.evaluate.knn:knn", _RESULT, compute=True),
     "linear": Verb(s.Linear, "patchmix.evaluate.linear:linear", _RESULT, compute=True),
     "finetune": Verb(s.Finetune, "patchmix.evaluate.finetune:finetune", _RESULT, compute=True),
-    "detect": Verb(s.Detect, "patchmix.evaluate.detection.training:detect", _RESULT, compute=True),
+    "detect": Verb(s.Detect, "patchmix.evaluate.detection.detect:detect", _RESULT, compute=True),
     "segment": Verb(s.Segment, "patchmix.evaluate.segment:segment", _RESULT, compute=True),
     "evaluate": Verb(s.Evaluate, "patchmix.evaluation:evaluate", compute=True, alone=True),
     "embed": Verb(s.Embed, "patchmix.evaluate.features:embed", _RESULT, compute=True),

@@ -1,6 +1,7 @@
 """What an evaluation found, with everything needed to repeat it: a line of results.jsonl, and a printed table."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -91,25 +93,13 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
+@functools.cache
 def t_quantile(freedom: int) -> float:
-    """t with P(|T| < t) = 0.95 for Student's distribution; the largest, for ν = 1, is 12.7."""
-    low, high = 0.0, 13.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_share(middle, freedom) < 0.95 else (low, middle)
-    return high
-
-
-def t_share(t: float, freedom: int) -> float:
-    """P(|T| < t), by the finite series in the angle θ = atan(t / √ν) (Abramowitz and Stegun 26.7.3, 26.7.4)."""
-    theta = math.atan(t / math.sqrt(freedom))
-    cosine, odd = math.cos(theta), freedom % 2
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for k in range(1 + odd, freedom, 2):  # ν odd: cos + 2/3 cos³ + …; ν even: 1 + 1/2 cos² + …
-        total += term
-        term *= cosine * cosine * k / (k + 1)
-    total *= math.sin(theta)
-    return 2 / math.pi * (theta + total) if odd else total
+    """t with P(|T| < t) = 0.95 for Student's distribution of ν degrees of freedom."""
+    theta = np.linspace(0, np.pi / 2, 1_000_001)  # t = √ν tan θ, and θ has a density proportional to cos^(ν - 1)
+    density = np.cos(theta) ** (freedom - 1)
+    share = np.cumsum(density[1:] + density[:-1])  # trapezoids
+    return math.sqrt(freedom) * math.tan(np.interp(0.95, share / share[-1], theta[1:]))
 
 
 def mean_over_draws(values: Sequence[float], images: int) -> tuple[float, tuple[float, float]]:

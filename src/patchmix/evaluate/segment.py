@@ -22,7 +22,7 @@ from patchmix.data.randomness import uniforms
 from patchmix.data.views import DRAWS, CenterCrop, View, as_channels, draw_parameters, render, to_float
 from patchmix.device import autocast_dtype
 from patchmix.evaluate import sweep
-from patchmix.evaluate.detection.inference import color, write_picture
+from patchmix.evaluate.detection.detect import color, write_picture
 from patchmix.evaluate.masks import IGNORED, Mask, Masked, in_threads
 from patchmix.evaluate.protocol import SupervisedMethod, Task, map_images, open_task, recorded
 from patchmix.evaluate.results import Result

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from patchmix.evaluate.detection.coco import CocoImages, mask_of, open_split, score
-from patchmix.evaluate.detection.inference import detect_all
+from patchmix.evaluate.detection.detect import detect_all
 from patchmix.evaluate.detection.model import DetectorFile, Shape
 from patchmix.interop.backbone import Architecture
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from patchmix.evaluate.detection.detect import DetectMethod
 from patchmix.evaluate.detection.model import (
     Detector,
     DetectorFile,
@@ -20,7 +21,6 @@ from patchmix.evaluate.detection.model import (
     build_detector,
     load_detector,
 )
-from patchmix.evaluate.detection.training import DetectMethod
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.settings import Detect
 from patchmix.train.optimizer import groups_with_head, set_hyperparameters
@@ -51,7 +51,7 @@ def test_every_parameter_has_a_gradient(encoder_file: Backbone, targets: list[di
     out = method((torch.randn(2, 3, 64, 64), [(64, 48), (40, 64)], targets))
     assert next(iter(out)) == "loss"
     parts = {name: value for name, value in out.items() if name != "loss"}
-    assert set(parts) == {"proposal_object", "proposal_box", "class", "box", "mask"}
+    assert set(parts) == {"objectness", "rpn_box_reg", "classifier", "box_reg", "mask"}
     torch.testing.assert_close(out["loss"], sum(parts.values()))
     out["loss"].backward()
     assert [name for name, p in method.named_parameters() if p.grad is None] == []

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from patchmix.evaluate.detection import training
+from patchmix.evaluate.detection import detect as module
 from patchmix.evaluate.detection.coco import open_split
-from patchmix.evaluate.detection.inference import color, draw
+from patchmix.evaluate.detection.detect import color, draw
 from patchmix.evaluate.detection.model import load_detector
 from patchmix.evaluate.results import Result, read_results
 from patchmix.interop.backbone import Architecture, Backbone
@@ -45,14 +45,14 @@ TINY: dict[str, Any] = {
 
 def detect(backbone: Backbone | None, data: Path, out: Path, **options: Any) -> Result:
     """Trains the tiny detector; without a backbone from scratch."""
-    result = training.detect(Detect("scratch" if backbone is None else "", data, out, **(TINY | options)), backbone)
+    result = module.detect(Detect("scratch" if backbone is None else "", data, out, **(TINY | options)), backbone)
     assert isinstance(result, Result)
     return result
 
 
 def evaluate_only(detector: Path, data: Path, out: Path | None = None, **options: Any) -> Result:
     settings = Detect(str(detector), data, out, eval_only=True, device="cpu", workers=0, pictures=0, **options)
-    result = training.detect(settings)
+    result = module.detect(settings)
     assert isinstance(result, Result)
     return result
 
@@ -69,7 +69,7 @@ def test_from_an_encoder_to_everything_it_leaves(encoder_file: Backbone, coco: P
     (folder,) = out.glob("detect-*")
     rows = read_metrics(folder / "metrics.jsonl")
     trained = [row for row in rows if row["kind"] == "train"]
-    assert trained[-1]["step"] == 4 and {"loss", "class", "box", "mask", "lr"} <= set(trained[-1])
+    assert trained[-1]["step"] == 4 and {"loss", "classifier", "box_reg", "mask", "lr"} <= set(trained[-1])
     assert [row["step"] for row in rows if row["kind"] == "monitor"] == [4], "an untrained detector is not evaluated"
     assert sorted(path.name for path in (folder / "pictures").iterdir()) == ["0.png", "1.png"]
     picture = cv2.imread(str(folder / "pictures" / "0.png"))[:, :, ::-1]
@@ -95,7 +95,7 @@ def test_a_stopped_training_goes_on_and_ends_the_same(
     class PowerCut(Exception):
         pass
 
-    real = training.DetectMethod.after_step
+    real = module.DetectMethod.after_step
 
     def cut(self: Any, progress: float) -> None:
         real(self, progress)
@@ -103,7 +103,7 @@ def test_a_stopped_training_goes_on_and_ends_the_same(
             raise PowerCut
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.DetectMethod, "after_step", cut)
+        patch.setattr(module.DetectMethod, "after_step", cut)
         with pytest.raises(PowerCut):
             detect(encoder_file, coco, tmp_path / "stopped", **options)
     (folder,) = (tmp_path / "stopped").glob("detect-*")
@@ -192,7 +192,7 @@ def test_predictions_are_drawn(encoder_file: Backbone, coco: Path, tmp_path: Pat
     (tmp_path / "photos" / "notes.txt").write_text("no image")
 
     def predicted(*images: Path, threshold: float = 0.5) -> list[Path]:
-        paths = training.detect(
+        paths = module.detect(
             Detect(str(tmp_path / "run"), predict=images, out=tmp_path / "drawn", threshold=threshold, device="cpu")
         )
         assert isinstance(paths, list)
@@ -233,7 +233,7 @@ def test_a_mask_is_tinted_and_a_box_outlined(coco: Path) -> None:
 WORKER = """
 import sys
 from pathlib import Path
-from patchmix.evaluate.detection.training import detect
+from patchmix.evaluate.detection.detect import detect
 from patchmix.settings import Detect
 from patchmix import distributed
 import torch
