@@ -442,7 +442,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Bench(Generic[Options]):
-    """Measure training speed: images per second, share of the machine's peak, phases, memory."""
+    """Measure training speed, by default on generated images: images per second, share of the peak, phases, memory."""
 
     recipe: str = "paper"  # Recipe, as for pretrain.
     config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
