@@ -35,7 +35,6 @@ _REPLACEMENTS = 100  # tries to replace an undecodable sample before giving up
 _NEAR = 10  # of them from the sample's own group, where there are groups
 _PREFETCH = 4  # batches that each worker prepares in advance
 _TIMEOUT_MINUTES = 10.0  # without a batch from any worker
-_LOOKS = 10  # within the time-out; a process that was suspended for long loses one of them, not its run
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ def _run(
         pin_memory=pin_memory,
         prefetch_factor=_PREFETCH if workers else None,
         worker_init_fn=_start_worker if workers else None,
-        timeout=60.0 * timeout_minutes / _LOOKS if workers else 0.0,
+        timeout=60.0 * timeout_minutes if workers else 0.0,
     )
     # Ctrl-C waits: workers inherit this, until they have settled what it means to them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -217,28 +216,21 @@ def _run(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
-        while (batch := _next_batch(batches, timeout_minutes)) is not None:
+        for batch in batches:
             if isinstance(batch, ValueError):
                 raise batch
             yield batch
+    except RuntimeError as error:
+        if "DataLoader timed out" not in str(error):
+            raise
+        raise ValueError(
+            f"no process has prepared a batch within {timeout_minutes:g} min: data that is too slow, or a process "
+            "that hangs; continue with --resume auto (--timeout-minutes sets how long to wait)"
+        ) from error
     finally:
         # Ended here, not at some later collection or at exit: when an error's traceback keeps the iterator alive,
         # torch waits 5 s for each worker. The method is private, and absent without workers.
         getattr(batches, "_shutdown_workers", lambda: None)()
-
-
-def _next_batch(batches: "Iterator[Batch | ValueError]", minutes: float) -> Batch | ValueError | None:
-    """None at the end. The iterator raises at every timeout; called again, it keeps waiting."""
-    for _ in range(_LOOKS):
-        try:
-            return next(batches, None)
-        except RuntimeError as error:
-            if "DataLoader timed out" not in str(error):
-                raise
-    return ValueError(
-        f"no process has prepared a batch within {minutes:g} min: data that is too slow, or a process "
-        "that hangs; continue with --resume auto (--timeout-minutes sets how long to wait)"
-    )
 
 
 def _start_worker(_: int) -> None:

@@ -24,6 +24,7 @@ from patchmix.progress import progress_bar
 
 PREFIX = "python:"
 _GIVEN: dict[str, dict[str, Source]] = {}
+_ONE_AT_A_TIME = threading.Lock()  # not every dataset supports threads
 _SAMPLED = 64  # images that a dataset of unknown content is recognized by
 
 
@@ -133,7 +134,7 @@ def _dataset(data: Any, title: str) -> Source:
 
 @dataclass(eq=False)
 class Items:
-    """The images of a dataset; it is asked for one at a time, as not every dataset supports more."""
+    """The images of a dataset."""
 
     name: str
     data: Any
@@ -143,21 +144,14 @@ class Items:
     identity: str | None = None  # the fingerprint; by default that of a sample
 
     def __post_init__(self) -> None:
-        self._one_at_a_time = threading.Lock()
         self._fingerprint = self.identity or self._of_a_sample()
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getstate__(self) -> dict[str, Any]:  # for workers that are spawned
-        return {name: value for name, value in vars(self).items() if name != "_one_at_a_time"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _one_at_a_time=threading.Lock())
-
     def load(self, index: int) -> Pixels:
         try:
-            with self._one_at_a_time:
+            with _ONE_AT_A_TIME:
                 item = self.data[index]
             return pixels_of(item if self.field is None else item[self.field], self.key(index))
         except ValueError as error:
