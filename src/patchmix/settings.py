@@ -371,19 +371,12 @@ class ShowAttention:
 
 
 @dataclass(frozen=True)
-class ShowPatches:
+class ShowPatches(ShowAttention):
     """Draw the patch tokens of images as colors: their first three principal components."""
 
-    runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
-    data: str | None = None  # The images.
-    image: tuple[Path, ...] = ()  # Image files instead of DATA.
     out: Path = Path("patches.png")  # A .png, .svg or .pdf.
-    foreground: bool = False  # Color only the patches on one side of the first component, as in DINOv2's figure.
-    block: int = -1  # Block of the encoder; 0 is the first, -1 the last.
     images: Count = 4  # Number of images of DATA.
-    position: tuple[int, ...] = ()  # Positions of images in DATA.
-    size: Count | None = None  # Side of the input in pixels; a larger one gives finer maps.
-    device: str = "cpu"  # Device: cpu or cuda.
+    foreground: bool = False  # Color only the patches on one side of the first component, as in DINOv2's figure.
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def show_attention(settings: ShowAttention) -> list[Path]:
     return write({settings.out: attention_figure(pictures, maps, block=settings.block)})
 
 
-def open_all(settings: ShowAttention | ShowPatches) -> tuple[Tensor, list[tuple[str, Inputs]]]:
+def open_all(settings: ShowAttention) -> tuple[Tensor, list[tuple[str, Inputs]]]:
     """The pictures to draw, and for each run its name, its encoder and the images for it."""
     check_suffix(settings.out)
     encoders = load_all(settings.runs)
