@@ -46,7 +46,7 @@ def test_another_method_starts_from_its_own_defaults() -> None:
         ({"base_lr": 0}, "optim.base_lr is 0; it must be greater than 0"),
         ({"batch_size": 2.5}, "train.batch_size is 2.5; it must be a valid integer"),
         ({"batch_size": 0}, "train.batch_size is 0"),
-        ({"precision": "fp16"}, "train.precision is 'fp16'; it must be 'auto', 'fp32' or 'bf16'"),
+        ({"precision": "fp16"}, "precision is fp16, whose small gradients vanish without loss scaling"),
         ({"precision": "fp61"}, "train.precision is 'fp61'; it must be 'auto', 'fp32' or 'bf16'"),
         ({"area": "x"}, "views.area is 'x'; it must be a valid tuple"),
         ({"freeze_patch_embed": 7}, "model.freeze_patch_embed is 7; it must be a valid boolean"),

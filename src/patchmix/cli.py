@@ -20,7 +20,7 @@ import tyro
 
 from patchmix import __version__
 from patchmix import settings as s
-from patchmix.config import Config, check_known, flat, from_dict, to_dict, validate
+from patchmix.config import Config, check_known, check_precision, flat, from_dict, to_dict, validate
 from patchmix.progress import OUTPUT
 from patchmix.recipes import start
 
@@ -230,7 +230,9 @@ def parse(cls: type[Any], args: list[str], prog: str) -> Any:
     """The settings of a command line; a mistake is a ValueError of one line."""
     if not takes_run_settings(cls):
         return validate(cls, vars(_tyro(cls, args, prog)))
-    config = _start(cls, **_peek(args, prog))
+    decisive = _peek(args, prog)
+    check_precision(decisive.pop("precision"))
+    config = _start(cls, **decisive)
     data = config.data if cls in (s.Bench, s.Plan) else replace(config.data, path=tyro.MISSING)
     required = {each.name: tyro.MISSING for each in fields(cls) if each.name in ("out", "ablation", "weights")}
     default = cls(run=replace(config, data=data), recipe=config.recipe, **required)
@@ -269,6 +271,7 @@ def _peek(args: list[str], prog: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, kind in {"recipe": str, "config": Path, "model": str, "method": str, "epochs": float}.items():
         parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--precision")
     try:
         return vars(parser.parse_known_args(args)[0])
     except argparse.ArgumentError as error:

@@ -221,6 +221,7 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     default = _default(method.get("name", "patchmix") if isinstance(method, Mapping) else "patchmix")
     _check_keys(values, to_dict(default))
     values["method"] = {"options": {}, **method}
+    check_precision(values.get("train", {}).get("precision"))
     generic: Any = Config
     config: Config = validate(generic[type(default.method.options)], values)
     if config.optim.warmup_epochs >= config.train.epochs:
@@ -237,6 +238,13 @@ def _default(method: str) -> Config:
     known = METHOD_OPTIONS | DISTILLATION
     check_known(method, known, "method")
     return Config(method=MethodConfig(method, known[method]()))
+
+
+def check_precision(name: Any) -> None:
+    if name == "fp16":
+        raise ValueError(
+            "precision is fp16, whose small gradients vanish without loss scaling; use bf16, or fp32 on GPUs without it"
+        )
 
 
 def to_yaml(config: Config) -> str:
