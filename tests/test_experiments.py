@@ -24,7 +24,9 @@ def experiments() -> Any:
     return module
 
 
-@pytest.mark.parametrize("group", ["views", "speed", "without", "methods", "mixes", "flips", "small", "hour", "day"])
+@pytest.mark.parametrize(
+    "group", ["views", "speed", "without", "methods", "mixes", "flips", "small", "labels", "hour", "day"]
+)
 def test_every_training_is_a_known_one(experiments: Any, group: str) -> None:
     seen = set()
     for training in experiments.rows(group):
@@ -33,7 +35,7 @@ def test_every_training_is_a_known_one(experiments: Any, group: str) -> None:
         assert (config.train.seed, config.train.budget) == (training.seed, training.budget)
         assert group == "speed" or config.recipe == "fast"
         assert (config.model.dim, config.model.depth) == (128, 4)
-        seen.add((str(config), str(training.part)))
+        seen.add((str(config), str(training.part), training.evaluations))
     assert len(seen) == len(list(experiments.rows(group)))  # no two of a group are the same
 
 
@@ -78,6 +80,8 @@ def test_parts_of_the_training_images(experiments: Any, tmp_path: Path) -> None:
 
     assert labels("without") == [list(range(50_000))]
     assert labels("small") == [list(range(1_000)), list(range(-9, 0))]
+    one_thousand = Path(experiments.repeated(tmp_path / "parts" / "data-1000-test")) / "train.parquet"
+    assert pq.read_table(one_thousand)["label"].to_pylist() == list(range(1_000)) * 20
     assert labels("views") == [list(range(50_000)), list(range(-9, 0))]
 
 

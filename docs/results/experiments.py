@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-COLUMNS = ("group", "name", "seed", "budget", "images", "seconds", "gflops_per_image", "knn", "linear", "settings")
+COLUMNS = ("group", "name", "seed", "budget", "images", "seconds", "gflops_per_image", "knn", "linear", "settings",
+           "finetune")  # fmt: skip
 
 # `patchmix`, with the CPU time of this thread for --budget instead of the clock.
 PATCHMIX = """
@@ -109,19 +110,29 @@ def rows(group: str) -> Iterator[Training]:
             yield Training(name, 0, "5min", f"{settings} {VIEWS['flips']}".strip(), tested=False)
     elif group == "small":  # few images, many epochs
         for images in (1_000, 5_000, 20_000):
-            for name, method in (("fast", "patchmix"), ("mocov3", "mocov3"), ("sdmp", "sdmp")):
+            for name, method in COMPARED.items():
                 evaluations = "knn", "linear --protocol fast"
                 yield Training(
                     f"{name}, {images} images", 0, "10min", METHODS[method], slice(images), True, evaluations
                 )
+    elif group == "labels":  # the same, then trained with their labels; and that from nothing
+        for images in (1_000, 5_000, 20_000):
+            finetune = "finetune --epochs 8 --base-lr 1e-3 --batch-size 128"  # of 20,000 images, see `repeated`
+            for name, method in COMPARED.items():
+                yield Training(
+                    f"{name}, {images} images", 0, "10min", METHODS[method], slice(images), True, (finetune,)
+                )
+            finetune += " --layer-decay 1"
+            yield Training(f"supervised, {images} images", 0, "1s", "", slice(images), True, (finetune,))
     elif group in HOURS:
         yield Training("fast", 0, HOURS[group], "")
         yield Training("mocov3", 0, HOURS[group], MOCO)
     else:
-        known = ", ".join(("views", "speed", "without", *CHOICES, "flips", "small", *HOURS))
+        known = ", ".join(("views", "speed", "without", *CHOICES, "flips", "small", "labels", *HOURS))
         raise SystemExit(f"group {group!r} is unknown; known: {known}")
 
 
+COMPARED = {"fast": "patchmix", "mocov3": "mocov3", "sdmp": "sdmp"}
 CHOICES = {"methods": METHODS, "mixes": MIXES}
 HOURS = {"hour": "60min", "day": "8h"}
 
@@ -144,7 +155,8 @@ def main(args: list[str] | None = None) -> None:
             if (group, training.name, training.seed) in done or not training.name.startswith(arguments.only):
                 continue
             training = training._replace(budget=arguments.budget or training.budget)
-            folder = arguments.out / group / re.sub(r"\W+", "-", f"{training.name}-{training.seed}")
+            kept = "small" if group == "labels" else group
+            folder = arguments.out / kept / re.sub(r"\W+", "-", f"{training.name}-{training.seed}")
             found = train(cut(arguments.data, training, arguments.out), folder, flags(training), training.evaluations)
             append({"group": group, **training._asdict(), **found}, arguments.csv)
 
@@ -165,9 +177,10 @@ def train(data: str, folder: Path, options: list[str], evaluations: tuple[str, .
     patchmix("pretrain", data, "--out", str(folder), *options)
     for evaluation in evaluations:
         verb, *how = evaluation.split()
-        patchmix(verb, str(folder), "--data", data, "--workers", "0", *how)
+        labeled = repeated(Path(data)) if verb == "finetune" else data
+        patchmix(verb, str(folder), "--data", labeled, "--workers", "0", *how)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    last = [line for line in lines if "seconds" in line][-1]
+    last = next((line for line in reversed(lines) if "seconds" in line), {"step": 0, "seconds": 0})
     results = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
     from patchmix.run import Run
@@ -203,6 +216,21 @@ def cut(data: str, training: Training, out: Path) -> str:
         pq.write_table(pq.read_table(Path(data) / "train.parquet")[training.part], folder / "train.parquet")
         if training.tested:
             pq.write_table(pq.read_table(Path(data) / "test.parquet"), folder / "test.parquet")
+        (folder / "done").touch()
+    return str(folder)
+
+
+def repeated(data: Path) -> str:
+    """DATA with its training images again and again, 20,000 in all: fine-tuning tests after each epoch."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = data.with_name(f"{data.name}-repeated")
+    if not (folder / "done").exists():
+        folder.mkdir(exist_ok=True)
+        images = pq.read_table(data / "train.parquet")
+        pq.write_table(pa.concat_tables([images] * max(1, 20_000 // len(images))), folder / "train.parquet")
+        pq.write_table(pq.read_table(data / "test.parquet"), folder / "test.parquet")
         (folder / "done").touch()
     return str(folder)
 
