@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -90,15 +89,6 @@ def train(
     module = wrap(method, device, compiled=plan.compile)
     writer = CheckpointWriter(checkpoints if distributed.is_main() else None)
 
-    def receive() -> Iterator[Any]:
-        batches = loader.batches(step)
-        while True:
-            with meter.waiting():
-                batch = next(batches)
-            if batch.bad:
-                on_bad_sample(batch.bad)
-            yield batch.to(device)
-
     def monitor() -> dict[str, float]:
         began = time.monotonic()
         values = _evaluate(method, evaluators, momentum=plan.monitor_momentum)
@@ -119,14 +109,13 @@ def train(
         monitor()
 
     with catch_signals() as caught, closing(writer), name_dead_workers():
-        take_step = partial(
-            train_step, module, method, optimizer, receive(), plan, device=device, prepare=prepare, on_losses=watch.push
-        )
+        batches = (batch.to(device) for batch in _received(loader.batches(step), meter, on_bad_sample))
+        how: dict[str, Any] = {"device": device, "prepare": prepare, "on_losses": watch.push}
         meter.restart()
         last_saved = time.monotonic()
         progress = clock.progress(step, device)
         while progress < 1.0:
-            take_step(step=step, progress=progress)
+            train_step(module, method, optimizer, batches, plan, step=step, progress=progress, **how)
             lr, weight_decay = plan.lr(progress), plan.weight_decay(progress)
             step += 1
             meter.count(plan.batch_size)
@@ -134,14 +123,13 @@ def train(
 
             done = progress >= 1.0
             if step % plan.log_every == 0 or done:
-                values = distributed.average(watch.latest(), device)
+                losses = distributed.average(watch.latest(), device)
                 speed, waited = meter.read()
-                epoch = step / loader.steps_per_epoch
-                rates = {"lr": lr, "weight_decay": weight_decay, **method.scalars}
                 timing = {"images_per_second": speed, "data_wait": waited, "seconds": clock.spent()}
-                log.record("train", step, {"epoch": epoch, "progress": progress, **values, **rates, **timing})
-                line = _line(epoch, plan, values, lr, speed, waited, clock.remaining(progress))
-                log.show_progress(progress, line, final=done)
+                values = {"epoch": step / loader.steps_per_epoch, "progress": progress, **losses}
+                values |= {"lr": lr, "weight_decay": weight_decay, **method.scalars, **timing}
+                log.record("train", step, values)
+                log.show_progress(progress, _line(values, losses, plan, clock.remaining(progress)), final=done)
 
             if _every(plan.monitor_every, step, loader.steps_per_epoch) and not done:
                 monitor()
@@ -274,6 +262,15 @@ def seed_pass(seed: int, number: int, method: Method) -> None:
     method.shared_generator.manual_seed(everywhere % 2**63 ^ 0x5851F42D4C957F2D)
 
 
+def _received(batches: Iterator[Any], meter: Meter, on_bad_sample: Callable[[Sequence[str]], None]) -> Iterator[Any]:
+    while True:
+        with meter.waiting():
+            batch = next(batches)
+        if batch.bad:
+            on_bad_sample(batch.bad)
+        yield batch
+
+
 def _evaluate(method: Method, evaluators: Sequence[Evaluator], *, momentum: bool) -> dict[str, float]:
     """Every rank takes part (an evaluator may split its work); the encoders are left in training mode."""
     encoders = {"": method.encoder}
@@ -302,13 +299,9 @@ def _agree(wanted: bool, step: int, device: torch.device) -> bool:
     return step % STEPS_BETWEEN_AGREEMENTS == 0 and distributed.any_process(wanted, device)
 
 
-def _line(
-    epoch: float, plan: Plan, values: dict[str, float], lr: float, speed: float, waited: float, eta: float
-) -> str:
-    terms = "  ".join(f"{name} {value:.3f}" for name, value in values.items() if "/" not in name)
+def _line(values: dict[str, float], losses: dict[str, float], plan: Plan, eta: float) -> str:
+    terms = "  ".join(f"{name} {value:.3f}" for name, value in losses.items() if "/" not in name)
     minutes, seconds = divmod(round(eta), 60)
     of = f"/{plan.epochs:g}" if plan.budget_seconds is None else ""
-    return (
-        f"epoch {epoch:.2f}{of}  {terms}  lr {lr:.2e}  {speed:.0f} img/s  data wait {100 * waited:.0f} %  "
-        f"ETA {minutes}:{seconds:02d}"
-    )
+    speed = f"{values['images_per_second']:.0f} img/s  data wait {100 * values['data_wait']:.0f} %"
+    return f"epoch {values['epoch']:.2f}{of}  {terms}  lr {values['lr']:.2e}  {speed}  ETA {minutes}:{seconds:02d}"
