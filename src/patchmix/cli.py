@@ -126,12 +126,10 @@ def _run(args: list[str], in_shell: bool) -> None:
     if as_json and main_process:
         from pydantic_core import to_json
 
-        print(to_json(result, indent=1, inf_nan_mode="null", fallback=_named).decode())
+        def named(value: Any) -> Any:  # what is no plain data: a run by its path, others as text
+            return {"path": str(value.path)} if hasattr(value, "path") else str(value)
 
-
-def _named(value: Any) -> Any:
-    """What JSON shows of an object that is no plain data: a run by its path, others as text."""
-    return {"path": str(value.path)} if hasattr(value, "path") else str(value)
+        print(to_json(result, indent=1, inf_nan_mode="null", fallback=named).decode())
 
 
 @contextlib.contextmanager

@@ -17,14 +17,8 @@ UNFINISHED = ".unfinished"  # how the names of files end that are not complete y
 LOCK, HOLDER = ".lock", ".lock.json"  # the locked file of a folder, and who holds it
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-# Read once, before there are threads. A temporary file has 0600, which colleagues can't read.
-_MODE = 0o666 & ~_umask()
+_UMASK = os.umask(0)  # read once, before there are threads
+os.umask(_UMASK)
 
 
 def check_absent(*paths: Path) -> None:
@@ -46,7 +40,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         _sync(temporary)
-        temporary.chmod(_MODE)
+        temporary.chmod(0o666 & ~_UMASK)  # a temporary file has 0600, which colleagues can't read
         temporary.replace(path)
         _sync(path.parent)  # makes the renaming itself survive a power cut
     except BaseException:

@@ -17,13 +17,8 @@ Indices = npt.NDArray[np.int64]
 class Source(Protocol):
     """Images by position, with labels where there are some."""
 
-    @property
-    def name(self) -> str:
-        """For messages, such as "cifar10 (train)"."""
-
-    @property
-    def labels(self) -> Labels | None:
-        """int64 (len,), or None where there are none."""
+    name: str  # for messages, such as "cifar10 (train)"
+    labels: Labels | None  # int64 (len,), or None where there are none
 
     @property
     def classes(self) -> tuple[str, ...] | None:

@@ -241,14 +241,13 @@ def _imdecode(data: bytes, flags: int) -> Any:
 
 
 def to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
-    if image.mode.startswith("I"):  # 16 bits, kept in 32 by some decoders
-        gray = np.asarray(image).astype(np.int64) >> 8
-    elif image.mode == "F":
-        values = np.nan_to_num(np.asarray(image, dtype=np.float64))
-        scale = 255.0 if values.size and values.max() <= 1.0 else 1.0  # 0…1, or 0…255
-        gray = np.rint(values * scale)
     if image.mode.startswith(("I", "F")):
-        return np.repeat(np.clip(gray, 0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
+        values = np.nan_to_num(np.asarray(image, dtype=np.float64))
+        if image.mode == "F":
+            gray = np.rint(values * (255 if values.size and values.max() <= 1 else 1))  # 0…1, or 0…255
+        else:
+            gray = values // 256  # 16 bits, kept in 32 by some decoders
+        return np.repeat(gray.clip(0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
