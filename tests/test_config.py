@@ -49,7 +49,7 @@ def test_another_method_starts_from_its_own_defaults() -> None:
         ({"precision": "fp16"}, "precision is fp16, whose small gradients vanish without loss scaling"),
         ({"precision": "fp61"}, "train.precision is 'fp61'; it must be 'auto', 'fp32' or 'bf16'"),
         ({"area": "x"}, "views.area is 'x'; it must be a valid tuple"),
-        ({"freeze_patch_embed": 7}, "model.freeze_patch_embed is 7; it must be a valid boolean"),
+        ({"author_positions": 7}, "model.author_positions is 7; it must be a valid boolean"),
         ({"warmup_epochs": 900}, r"optim.warmup_epochs is 900; it must be below train.epochs \(300\)"),
         ({"in_chans": 0}, "model.in_chans is 0; it must be greater than or equal to 1"),
         ({"workers": -1}, "runtime.workers is -1"),
@@ -122,3 +122,11 @@ def test_budgets(text: str, minutes: float) -> None:
 def test_bad_budgets(text: str) -> None:
     with pytest.raises(ValueError, match="write it as 45min"):
         Config().replace(budget=text)
+
+
+def test_settings_that_were_dropped_load_with_their_only_value() -> None:
+    assert (
+        from_dict({"views": {"local_blur": 0.5, "flip": 0.1}, "runtime": {"monitor_momentum": False}}).views.flip == 0.1
+    )
+    with pytest.raises(ValueError, match="unknown key in model: 'freeze_pos_embed'"):
+        from_dict({"model": {"freeze_pos_embed": True}})

@@ -103,8 +103,6 @@ def test_rows_15_to_18(recipe) -> None:
     for model in ALL:
         config = recipe(model)
         assert config.model.drop_path == 0.1
-        assert not config.model.freeze_patch_embed
-        assert not config.model.freeze_pos_embed
         assert config.model.initialization == "mocov3"
         assert config.views.mean == (0.485, 0.456, 0.406)
         assert config.views.std == (0.229, 0.224, 0.225)
@@ -153,7 +151,7 @@ def test_switches_for_short_training_are_off_in_the_papers_recipes(name: str) ->
     config = RECIPES[name](T2)
     off = {"region_weight": 0.0, "directions": "paper", "plain_share": 1.0, "mixed_share": 1.0, "mixed_ramp": 0.0}
     off |= {"num_mix_stages": False, "mix_blocks": (1,), "token_dropout": (0.0, 0.0), "image_sizes": ()}
-    off |= {"optim": "adamw", "positions": None, "stem": "patch", "initialization": "mocov3", "monitor_momentum": False}
+    off |= {"optim": "adamw", "positions": None, "stem": "patch", "initialization": "mocov3"}
     assert {key: flat(config)[key][1] for key in off} == off
 
 

@@ -68,10 +68,6 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
     if model.positions not in (None, "learned"):
         set_sincos_positions(encoder, fixed=model.positions == "fixed-sincos")
     encoder.author_positions = model.author_positions and encoder.num_prefix_tokens == 1  # type: ignore[assignment]
-    if model.freeze_patch_embed:
-        encoder.patch_embed.requires_grad_(False)
-    if model.freeze_pos_embed and encoder.pos_embed is not None:
-        encoder.pos_embed.requires_grad_(False)
     if model.freeze_blocks:
         freeze_blocks(encoder, model.freeze_blocks)
     return encoder
@@ -137,7 +133,7 @@ def build_views(views: ViewsConfig, image_size: int) -> list[View]:
     """T1, T2 and the local crops."""
     settings = vars(views)
     two = [View.of(settings, size=image_size, blur=views.blur[i], solarize=views.solarize[i]) for i in (0, 1)]
-    local = View.of(settings, size=views.local_size, area=views.local_area, blur=views.local_blur, solarize=0.0)
+    local = View.of(settings, size=views.local_size, area=views.local_area, blur=0.5, solarize=0.0)
     return [*two, *[local] * views.local_crops]
 
 
@@ -173,7 +169,7 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
     train, optim = config.train, config.optim
     if config.runtime.compile:
         check_compiler(device)
-    names = ("log_every", "monitor_every", "monitor_momentum", "checkpoint_epochs", "checkpoint_minutes")
+    names = ("log_every", "monitor_every", "checkpoint_epochs", "checkpoint_minutes")
     minutes = config.budget_minutes
     step = 1.0 / max(1, round(train.epochs * steps_per_epoch)) if minutes is None else 0.0
     return Plan(

@@ -62,7 +62,6 @@ class ViewsConfig:
     local_crops: Annotated[int, Ge(0)] = 0  # Number of small crops (multi-crop).
     local_size: Count = 96  # Side of the small crops in pixels.
     local_area: tuple[float, float] = (0.05, 0.35)  # Share of the image that a small crop covers.
-    local_blur: Probability = 0.5  # Probability of blur of the small crops.
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     """Mean per channel, subtracted from the pixels (white is 1); empty for that of the initial weights or the data."""
     std: tuple[float, ...] = (0.229, 0.224, 0.225)  # Standard deviation per channel; empty likewise.
@@ -95,8 +94,6 @@ class ModelConfig:
     learned, for mocov3 fixed."""
     author_positions: bool = True
     """Resample the positions of local crops as the authors of DINO, iBOT and PatchMix do; otherwise as timm does."""
-    freeze_patch_embed: bool = False  # Freeze the random patch embedding.
-    freeze_pos_embed: bool = False  # Freeze the initial position embedding.
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,6 @@ class RuntimeConfig:
     monitor_every: NonNegative = 10.0  # Epochs between evaluations; 0 evaluates at the start and the end only.
     monitor_bank: Count = 10_000  # Training images of the monitor's kNN.
     monitor_queries: Count = 2_000  # Test images of the monitor's kNN.
-    monitor_momentum: bool = False  # Evaluate the momentum encoder, too.
     checkpoint_epochs: NonNegative = 1.0  # Epochs between checkpoints.
     checkpoint_minutes: Above0 = 10.0  # Longest time between checkpoints.
     keep_checkpoints: Count = 1  # Number of checkpoints to keep.
@@ -309,9 +305,21 @@ def parse_minutes(text: str) -> float:
     return hours * 60 + minutes + seconds / 60
 
 
+# Settings of version 0.1 that have one value now.
+_DROPPED: dict[str, dict[str, Any]] = {
+    "views": {"local_blur": 0.5},
+    "model": {"freeze_patch_embed": False, "freeze_pos_embed": False},
+    "runtime": {"monitor_momentum": False},
+}
+
+
 def _from_0_1(values: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration of version 0.1 in today's keys; any other as it is."""
     values = {name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()}
+    for name, dropped in _DROPPED.items():
+        section = values.get(name)
+        if isinstance(section, dict):
+            values[name] = {key: value for key, value in section.items() if dropped.get(key, ...) != value}
     method, train = values.get("method"), values.get("train")
     if isinstance(method, dict) and isinstance(method.get("options"), Mapping):
         method["options"] = {RENAMED.get(key, key): value for key, value in method["options"].items()}

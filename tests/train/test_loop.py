@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from patchmix.evaluate.monitor import collapse_warning
-from patchmix.methods.method import Method, MomentumCopy
+from patchmix.methods.method import Method
 from patchmix.nn.tokens import TokenDropout
 from patchmix.schedules import Cosine, Linear, WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
@@ -316,17 +316,14 @@ def test_views_are_small_and_tokens_few_at_the_stages_that_say_so(tmp_path: Path
     assert seen == [(16, 8, 0.5), (16, 8, 0.38), (32, 8, 0.25), (32, 8, 0.12)]
 
 
-def test_the_momentum_encoder_is_evaluated_if_asked(tmp_path: Path) -> None:
+def test_the_encoder_is_evaluated_in_its_mode_for_it(tmp_path: Path) -> None:
     method = Toy()
-    method.momentum_copy = MomentumCopy(method.encoder, momentum=lambda progress: 1.0)
     start = method.encoder.weight.detach().sum().item()
 
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         assert not encoder.training
         yield "sum", encoder.weight.detach().sum().item()  # type: ignore[operator, union-attr]
 
-    rows = [
-        row for row in run(method, tmp_path, evaluators=[evaluate], monitor_momentum=True) if row["kind"] == "monitor"
-    ]
-    assert rows[-1]["sum"] != start and rows[-1]["momentum_sum"] == pytest.approx(start)
+    rows = [row for row in run(method, tmp_path, evaluators=[evaluate]) if row["kind"] == "monitor"]
+    assert rows[0]["sum"] == pytest.approx(start) and rows[-1]["sum"] != start
     assert all(module.training for module in method.modules())

@@ -52,7 +52,6 @@ class Plan:
     seed: int = 0
     log_every: int = 10
     monitor_every: float = 10.0
-    monitor_momentum: bool = False
     checkpoint_epochs: float = 1.0
     checkpoint_minutes: float = 10.0
 
@@ -91,7 +90,7 @@ def train(
 
     def monitor() -> dict[str, float]:
         began = time.monotonic()
-        values = _evaluate(method, evaluators, momentum=plan.monitor_momentum)
+        values = _evaluate(method.encoder, evaluators)
         if values:
             log.record("monitor", step, {"epoch": step / loader.steps_per_epoch, **values})
             log.say(f"step {step:>7}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
@@ -271,20 +270,14 @@ def _received(batches: Iterator[Any], meter: Meter, on_bad_sample: Callable[[Seq
         yield batch
 
 
-def _evaluate(method: Method, evaluators: Sequence[Evaluator], *, momentum: bool) -> dict[str, float]:
-    """Every rank takes part (an evaluator may split its work); the encoders are left in training mode."""
-    encoders = {"": method.encoder}
-    if momentum and (copy := method.momentum_encoder()) is not None:
-        encoders["momentum_"] = copy
-    values: dict[str, float] = {}
-    for prefix, encoder in encoders.items():
-        encoder.eval()
-        try:
-            with torch.no_grad():
-                values |= {prefix + name: value for evaluator in evaluators for name, value in evaluator(encoder)}
-        finally:
-            encoder.train()
-    return values
+def _evaluate(encoder: nn.Module, evaluators: Sequence[Evaluator]) -> dict[str, float]:
+    """Every rank takes part (an evaluator may split its work); the encoder is left in training mode."""
+    encoder.eval()
+    try:
+        with torch.no_grad():
+            return {name: value for evaluator in evaluators for name, value in evaluator(encoder)}
+    finally:
+        encoder.train()
 
 
 def _every(epochs: float, step: int, steps_per_epoch: int) -> bool:
