@@ -245,7 +245,7 @@ class Embed:
 
     weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     data: str  # Images, labeled or not.
-    out: Path  # A .parquet (path, label, vector), or a .npy of vectors with paths and labels in a .csv next to it.
+    out: Path  # A .parquet file: path, label (where there is one) and vector of each image.
     split: Literal["train", "test"] = "train"  # Split of DATA.
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
     resize: Count | None = None  # Shorter side before the center crop.
@@ -337,7 +337,6 @@ class ShowCurves:
     runs: Runs  # Run folders.
     out: Path = Path("curves.png")  # A .png, .svg or .pdf.
     axis: Literal["epochs", "images", "hours", "flops"] = "epochs"  # Unit of the horizontal axis.
-    smoothing: Probability = 0.0  # Smoothing from 0 to 1.
 
 
 @dataclass(frozen=True)
@@ -348,8 +347,6 @@ class ShowSimilarity:
     data: str  # The images to compare.
     out: Path = Path("similarity.png")  # A .png, .svg or .pdf.
     query: tuple[str, ...] = ()  # Paths or positions of query images; by default some of different classes.
-    key: tuple[int, ...] = ()
-    """Positions of images to compare with; by default one of the same class, two of a related one, and others."""
     queries: Count = 3  # Number of queries, if none are given.
     images: Count = 1000  # Number of images of DATA to read at most.
     device: str = "auto"  # Device: auto, cpu or cuda.

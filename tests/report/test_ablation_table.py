@@ -132,13 +132,10 @@ def test_the_table_fits_80_columns_and_says_which_interval() -> None:
     text = printed(ablated())
     half = 100 * stats.t.ppf(0.975, 1) * 0.01
     assert f"51.0 ± {half:.1f}" in text and f"61.0 ± {half:.1f}" in text
-    assert "Student's t over the seeds" in text and "2 of 2" in text and "0 of 2, 1 failed" in text
+    assert "Student's t over the seeds" in " ".join(text.split()) and "2 of 2" in text and "0 of 2, 1 failed" in text
     assert "1,000" in text and "60" in text
     one = printed(ablated(seeds=1))
-    assert "Wilson's for the test images (one seed" in one and "50.0 ± 4.9" in one
-    mixed = ablated()
-    fewer = AblationTable(**{**vars(mixed), "runs": [run for run in mixed.runs if (run.row, run.seed) != ("m3", 1)]})
-    assert "of rows with one seed Wilson's" in " ".join(printed(fewer).split())
+    assert "of rows with one seed Wilson's for the test images" in " ".join(one.split()) and "50.0 ± 4.9" in one
     assert all(len(line.rstrip()) <= 80 for line in (text + one).splitlines())
 
 

@@ -1,4 +1,4 @@
-"""Curves: what stands on the axis, what is smoothed, what is drawn."""
+"""Curves: what stands on the axis, what is drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from patchmix.report.curves import (
     curves_figure,
     read_history,
     show_curves,
-    smooth,
 )
 from patchmix.settings import ShowCurves
 from patchmix.study.doctor import loss_terms
@@ -44,23 +43,15 @@ def test_axes() -> None:
         curves_figure([History("b", ROWS, batch_size=32)], axis="flops")
 
 
-def test_smoothing_starts_at_the_first_value_and_keeps_constants() -> None:
-    assert smooth([4.0, 4.0, 4.0], 0.9) == pytest.approx([4, 4, 4])
-    assert smooth([1.0, 3.0], 0.5) == pytest.approx([1.0, (0.5 * 1 + 3) / 1.5])
-    assert smooth([1.0, 9.0], 0.0) == [1.0, 9.0]
-    with pytest.raises(ValueError, match="below 1"):
-        smooth([1.0], 1.0)
-
-
 def test_runs_are_overlaid_with_chance_and_floor() -> None:
-    figure = curves_figure([History("a", ROWS), History("b", ROWS)], smoothing=0.5)
+    figure = curves_figure([History("a", ROWS), History("b", ROWS)])
     panels = {axis.get_title(): axis for axis in figure.axes if axis.get_title()}
     assert list(panels) == [
         *("loss: oto", "kNN accuracy (%)", "effective rank of the features", "learning rate", "images per second")
     ]
     loss, knn = panels["loss: oto"], panels["kNN accuracy (%)"]
     assert [text.get_text() for text in loss.get_legend().get_texts()] == ["a", "chance", "floor", "b"]
-    assert len(loss.lines) == 2 * 2 + 2  # each run raw and smoothed, bounds once
+    assert len(loss.lines) == 2 + 2  # each run, bounds once
     assert list(knn.lines[0].get_ydata()) == pytest.approx([10, 40])
 
 
@@ -70,7 +61,7 @@ def test_real_run_and_mistakes(run: Path, tmp_path: Path) -> None:
     drawn = {panel["key"] for panel in curves_data([history])["panels"]}
     assert drawn >= {"oto", "mto", "region", "knn", "rank", "lr", "weight_decay", "momentum"}
     assert history.flops_per_image is not None and history.flops_per_image > 1e6
-    assert show_curves(ShowCurves((run, run), tmp_path / "hours.pdf", axis="hours", smoothing=0.5))[0].is_file()
+    assert show_curves(ShowCurves((run, run), tmp_path / "hours.pdf", axis="hours"))[0].is_file()
     assert show_curves(ShowCurves((run,), tmp_path / "f.svg", axis="flops"))[0].is_file()
     with pytest.raises(ValueError, match="give at least one run"):
         show_curves(ShowCurves((), tmp_path / "f.svg"))

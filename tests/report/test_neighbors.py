@@ -18,7 +18,6 @@ from patchmix.report.neighbors import (
     LINES,
     choose_keys,
     cosine,
-    describe_keys,
     nearest,
     normalized,
     pack_explorer,
@@ -86,13 +85,12 @@ def test_keys_are_of_the_same_a_related_and_other_classes() -> None:
 
 def test_bars_of_each_run_stand_beside_the_keys() -> None:
     a, labels = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]), torch.tensor([0, 0, 1, 1])
-    keys = describe_keys(0, [1, 2, 3], labels)
+    keys = {1: "same class", 2: "another class", 3: "another class"}
     figure = similarity_figure(gallery_of(labels, a, a.flip(1) + 1), {0: keys})
     panels = [axis for axis in figure.axes if axis.get_title() in ("first", "second")]
     heights = [[bar.get_height() for bar in axis.patches] for axis in panels]
     assert heights[0] == pytest.approx([1.0, math.exp(-0.2 / 0.07), math.exp(-1 / 0.07)])
     assert heights[1][0] == pytest.approx(1.0) and heights[1][1] > heights[0][1]
-    assert keys == {1: "same class", 2: "another class", 3: "another class"}
     colors = [bar.get_facecolor() for bar in panels[0].patches]
     assert colors[0] != colors[1] == colors[2]
 
@@ -119,7 +117,7 @@ def test_figures_of_a_run(run: Path, other: Path, tmp_path: Path) -> None:
     few = {"images": 40, "device": "cpu"}
     for path in (
         *show_similarity(ShowSimilarity((run, other), "shapes:64", tmp_path / "s.png", **some)),
-        *show_similarity(ShowSimilarity((run,), "shapes:64", tmp_path / "k.png", query=("2",), key=(1, 5), **some)),
+        *show_similarity(ShowSimilarity((run,), "shapes:64", tmp_path / "k.png", query=("2",), **some)),
         *show_neighbors(ShowNeighbors((run,), "shapes:64", tmp_path / "n.png", queries=2, k=3, **few)),
         *show_map(ShowMap((run,), "shapes:64", tmp_path / "m.png", images=20, device="cpu")),
     ):

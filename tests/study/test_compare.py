@@ -12,7 +12,7 @@ from patchmix.config import Config, to_yaml
 from patchmix.evaluate.results import Result, append_result
 from patchmix.recipes import RECIPES
 from patchmix.settings import Compare
-from patchmix.study.compare import compare, paper_accuracies, read_rows
+from patchmix.study.compare import compare, paper_accuracies
 
 
 def paper_config(data: str = "cifar10", epochs: float = 800.0, model: str = "vit_tiny_patch2_32") -> Config:
@@ -42,11 +42,14 @@ def make_run(folder: Path, config: Config | None, *results: Result) -> Path:
 
 
 def test_results_stand_beside_the_papers_numbers(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a", paper_config(), result("knn", 0.91), result("linear", 0.95), result("knn", 0.92))
-    (row,) = read_rows([run])
-    assert row.config == paper_config() and row.model == "vit_tiny_patch2_32"
-    assert row.results["knn"].top1 == 0.92  # the latest
-    assert row.paper == {"knn": 92.9, "linear": 94.4, "finetune": 97.5}  # linear-fast is not the paper's protocol
+    results = [result("knn", 0.91), result("linear", 0.95), result("linear-fast", 0.9), result("knn", 0.92)]
+    run = make_run(tmp_path / "a", paper_config(), *results)
+    rows = {row.protocol: row for row in compare(Compare((run,)))}
+    assert all(row.run == str(run) and row.config == paper_config() for row in rows.values())
+    assert rows["knn"].result is not None and rows["knn"].result.top1 == 0.92  # the latest
+    paper = {"knn": 92.9, "linear": 94.4, "finetune": 97.5, "linear-fast": None}  # the last is not the paper's protocol
+    assert {name: row.paper for name, row in rows.items()} == paper
+    assert rows["finetune"].result is None and "not evaluated" in rows["finetune"].cells()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_what_does_not_change_the_training_may_differ() -> None:
     assert paper_accuracies(paper_config(epochs=1600), "cifar10")["knn"] == 93.5
 
 
-def test_weights_and_data_are_not_mixed_in_a_row(tmp_path: Path) -> None:
+def test_weights_and_data_are_not_mixed(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "a",
         paper_config(),
@@ -80,24 +83,28 @@ def test_weights_and_data_are_not_mixed_in_a_row(tmp_path: Path) -> None:
         result("linear", 0.6),
         result("knn", 0.7, data="cifar100"),
     )
-    rows = read_rows([run])
-    assert [(row.data, row.weights and row.weights[0], sorted(row.results)) for row in rows] == [
-        ("cifar10", "b", ["knn"]),
-        ("cifar10", "a", ["linear"]),
-        ("cifar100", "a", ["knn"]),
+    found = [row for row in compare(Compare((run,))) if row.result]
+    assert [(row.result.data, row.result.weights[0], row.protocol, row.paper) for row in found if row.result] == [
+        ("cifar10", "b", "knn", 92.9),
+        ("cifar10", "a", "linear", 94.4),
+        ("cifar100", "a", "knn", None),  # the paper's was trained on it
     ]
 
 
 def test_runs_without_results_and_results_without_a_run(tmp_path: Path) -> None:
     trained = make_run(tmp_path / "trained", paper_config())
     imported = make_run(tmp_path / "imported", None, result("knn", 0.8))
-    first, second = read_rows([trained, imported])
-    assert first.results == {} and first.paper == {}
-    assert (second.config, second.model, second.paper) == (None, "vit_tiny_patch2_32", {})
+    *paper, last = compare(Compare((trained, imported)))
+    assert [(row.protocol, row.result, row.paper) for row in paper] == [
+        ("knn", None, 92.9),
+        ("linear", None, 94.4),
+        ("finetune", None, 97.5),
+    ]
+    assert last.config is None and last.paper is None and last.result is not None and last.result.top1 == 0.8
     with pytest.raises(ValueError, match="neither a run"):
-        read_rows([tmp_path / "nothing"])
+        compare(Compare((tmp_path / "nothing",)))
     with pytest.raises(ValueError, match="nothing to compare"):
-        read_rows([])
+        compare(Compare(()))
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -106,6 +113,7 @@ def test_the_table(tmp_path: Path) -> None:
     stream = io.StringIO()
     compare(Compare((run, other)), Console(file=stream, width=240))
     text = stream.getvalue()
-    for wanted in ("91.34", "90.8 … 91.9", "paper 92.9", "linear (fast)", "50.00", "aaaaaaaa", "kNN, 5-shot", "30.00"):
+    for wanted in ("91.34", "90.8 … 91.9", "92.9", "linear (fast)", "50.00", "aaaaaaaa", "kNN, 5-shot", "30.00"):
         assert wanted in text
-    assert "fine-tune" not in text  # nobody has one
+    assert f"{run}: vit_tiny_patch2_32, recipe paper, 800 epochs on cifar10" in text
+    assert "mIoU (fast)" not in text  # nobody has one

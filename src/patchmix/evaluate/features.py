@@ -4,7 +4,6 @@ Shapes: N images of the source that can be decoded, of T patches; D = the encode
 """
 
 import contextlib
-import csv
 import hashlib
 import json
 import os
@@ -256,10 +255,10 @@ def _load(path: Path, source: Source) -> Features | None:
 
 
 def embed(settings: Embed) -> list[Path]:
-    """Writes path, label where there is one, and vector of every image that can be decoded; returns the files."""
+    """Writes path, label where there is one, and vector of every image that can be decoded; returns the file."""
     out = settings.out
-    if out.suffix not in (".parquet", ".npy"):
-        raise ValueError(f"{out} must end in .parquet or .npy")
+    if out.suffix != ".parquet":
+        raise ValueError(f"{out} must end in .parquet")
     device = resolve_device(settings.device)
     with distributed.process_group(device):
         backbone = load_backbone(settings.weights, encoder=settings.encoder)
@@ -269,17 +268,11 @@ def embed(settings: Embed) -> list[Path]:
         features = extractor.features(source)
     if not distributed.is_main():
         return []
-    columns: dict[str, list[Any]] = {"path": [source.key(int(i)) for i in features.indices]}
+    columns: dict[str, Any] = {"path": [source.key(int(i)) for i in features.indices]}
     if features.labels is not None:
         columns["label"] = features.labels.tolist()
     vectors = features.vectors.numpy()
+    columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
     with writing(out) as file:
-        if out.suffix == ".parquet":
-            column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
-            pq.write_table(pa.table({**columns, "vector": column}), file)
-            return [out]
-        np.save(file, vectors)
-    table = out.with_suffix(".csv")
-    with replacing(table) as path, path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as lines:
-        csv.writer(lines).writerows([columns, *zip(*columns.values(), strict=True)])
-    return [out, table]
+        pq.write_table(pa.table(columns), file)
+    return [out]

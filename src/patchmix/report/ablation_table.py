@@ -33,6 +33,7 @@ VARIED = {"mix": ("mix", "region_weight"), "num-mix": ("num_mix", "mix"), "metho
 
 PROTOCOLS = {"knn": "kNN", "linear-fast": "linear"}  # protocol → its name in tables
 HEALTH = {"rank": "rank", "mean_cosine": "cosine"}  # where there are no labels
+INTERVAL = "±: 95 % interval, Student's t over the seeds; of rows with one seed Wilson's for the test images"
 MARKERS = "os^D"  # another one each time that the colors repeat
 
 # Linear and kNN accuracy in % on CIFAR-10, then on CIFAR-100; None: it did not converge.
@@ -159,13 +160,7 @@ class AblationTable:
     @property
     def interval(self) -> str | None:
         """Which interval the scores have; None for health, which has none."""
-        if self.evaluated_on is None:
-            return None
-        counts = {len(self.done(row)) for row in self.rows} - {0}
-        one, several = "Wilson's for the test images", "Student's t over the seeds"
-        if counts == {1}:
-            return f"±: 95 % interval, {one} (one seed; it does not cover other seeds)"
-        return f"±: 95 % interval, {several}" + (f"; of rows with one seed {one}" if 1 in counts else "")
+        return None if self.evaluated_on is None else INTERVAL
 
     def of(self, row: AblationRow) -> list[AblationRun]:
         return [run for run in self.runs if run.row == row.name]

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ PANELS: dict[str, tuple[str, float]] = {
     "images_per_second": ("images per second", 1.0),
     "data_wait": ("time waited for data (%)", 100.0),
 }
-NOISY = ("images_per_second", "data_wait")  # smoothed, as the losses are
+NOISY = ("images_per_second", "data_wait")  # the report can smooth these and the losses
 BOUNDS = {"chance": ("--", COLORS[5]), "floor": (":", COLORS[2])}  # of a loss: line and color
 LINES = ("-", "--", "-.", ":")
 MOST_POINTS = 600  # of a curve in the report
@@ -48,7 +47,7 @@ def show_curves(settings: ShowCurves) -> list[Path]:
         if not (Path(run) / "metrics.jsonl").is_file():
             raise ValueError(f"{run} has no metrics.jsonl; is it a run's folder?")
     histories = [read_history(run) for run in settings.runs]
-    return write({settings.out: curves_figure(histories, axis=settings.axis, smoothing=settings.smoothing)})
+    return write({settings.out: curves_figure(histories, axis=settings.axis)})
 
 
 @dataclass(frozen=True)
@@ -125,23 +124,9 @@ def _curve(key: str, factor: float, history: History, axes: Iterable[str], most:
     }
 
 
-def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """The moving average Σ weight^age · value, divided by the sum of its weights, so that it starts at the first value.
-
-    weight: 0 leaves the values as they are; the nearer to 1, the smoother.
-    """
-    if not 0 <= weight < 1:
-        raise ValueError(f"smoothing is {weight}; it must be at least 0 and below 1, such as 0.6")
-    totals, norms = (accumulate(each, lambda old, new: weight * old + new) for each in (values, repeat(1.0)))
-    return [total / norm for total, norm in zip(totals, norms, strict=False)]
-
-
 @style()
-def curves_figure(histories: Sequence[History], *, axis: str = "epochs", smoothing: float = 0.0) -> Figure:
-    """All quantities of all runs, a panel each, losses between floor and chance.
-
-    Smoothed curves have their raw values behind them.
-    """
+def curves_figure(histories: Sequence[History], *, axis: str = "epochs") -> Figure:
+    """All quantities of all runs, a panel each, losses between floor and chance."""
     for history in histories:
         if axis not in (known := history.places([])):
             raise ValueError(f"{history.name} has no {LACKING[axis]}; choose the axis among {', '.join(known)}")
@@ -152,21 +137,19 @@ def curves_figure(histories: Sequence[History], *, axis: str = "epochs", smoothi
     figure, axes = panel_grid(len(panels))
     for place, panel in zip(axes, panels, strict=True):
         names = data["runs"] if len(histories) > 1 else [panel["key"]]
-        _draw_panel(place, panel, names, axis, smoothing if panel["noisy"] else 0.0)
+        _draw_panel(place, panel, names, axis)
         place.set(title=panel["title"], xlabel=AXIS_LABELS[axis])
     figure.tight_layout()
     return figure
 
 
-def _draw_panel(place: Axes, panel: dict[str, Any], names: Sequence[str], axis: str, weight: float) -> None:
+def _draw_panel(place: Axes, panel: dict[str, Any], names: Sequence[str], axis: str) -> None:
     drawn: list[tuple[str, float, float]] = []  # bounds, which runs of one batch size share
     for curve in panel["series"]:
         color, line = look(curve["run"], LINES)
         xs, ys = curve["x"][axis], curve["y"]
-        if weight:
-            place.plot(xs, ys, color=color, alpha=0.25, linewidth=0.8)
         marker = "o" if len(xs) < 25 else None
-        place.plot(xs, smooth(ys, weight), line, color=color, marker=marker, markersize=3, label=names[curve["run"]])
+        place.plot(xs, ys, line, color=color, marker=marker, markersize=3, label=names[curve["run"]])
         for bound, levels in curve["bounds"].items():
             ends = (bound, levels[0], levels[-1])
             if ends not in drawn:

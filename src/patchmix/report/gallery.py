@@ -1,7 +1,6 @@
 """The images of figures and reports: as files and thumbnails, and as features of one or several encoders."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patchmix.data.contract import Source, Split
-from patchmix.data.decode import DecodeError, pixel_channels, to_picture, to_unit
+from patchmix.data.decode import pixel_channels, to_picture
 from patchmix.data.folder import FolderSource
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CenterCrop
@@ -40,20 +39,18 @@ def open_images(data: str | Path | Sequence[Path], limit: int | None = None, *, 
 
 
 def crop_batch(source: Source, positions: Sequence[int], size: int, *, pictures: bool = True) -> Tensor:
-    """The center crops that evaluation takes, gray where decoding fails.
+    """The center crops that evaluation takes.
 
     pictures: as uint8 (N, size, size, 3), to look at; otherwise as encoders take them, for `to_float`.
     """
-    view, crops = CenterCrop(size, resize=usual_resize(size)), {}
-    for i, position in enumerate(positions):
-        with suppress(DecodeError):
-            crop = view([source.load(position)], epoch=0, indices=np.array([position]))[0][0]
-            crops[i] = to_picture(crop) if pictures else crop
-    if len({crop.dtype for crop in crops.values()}) > 1:
-        crops = {i: to_unit(crop) for i, crop in crops.items()}
-    some = next(iter(crops.values()), np.empty((size, size, 3), np.uint8))
-    gray = np.full_like(some, 128 if some.dtype == np.uint8 else 0.5)
-    return torch.from_numpy(np.stack([crops.get(i, gray) for i in range(len(positions))]))
+    view = CenterCrop(size, resize=usual_resize(size))
+
+    def crops(some: Sequence[int]) -> np.ndarray:
+        return view([source.load(position) for position in some], epoch=0, indices=np.array(some))[0]
+
+    if not pictures:
+        return torch.from_numpy(crops(positions))
+    return torch.from_numpy(np.stack([to_picture(crops([position])[0]) for position in positions]))  # photos are large
 
 
 def load_all(runs: Sequence[str | Path]) -> Encoders:
@@ -93,17 +90,13 @@ class Gallery:
         images = crop_batch(self.source, [self.positions[row] for row in rows], size)
         return dict(zip(rows, images.numpy(), strict=True))
 
-    def rows(self, images: Sequence[str | int], what: str) -> list[int]:
-        """Rows of images that are given by position or path."""
-        positions = [find_image(image, self.source, what) for image in images]
+    def queries(self, images: Sequence[str], count: int) -> list[int]:
+        """Rows of images that are given by position or path; else of the first image of each of `count` classes."""
+        positions = [find_image(image, self.source, "query") for image in images]
         if broken := [position for position in positions if position not in self.positions]:
-            raise ValueError(f"{what} {broken[0]} can't be decoded; choose another")
-        return [self.positions.index(position) for position in positions]
-
-    def queries(self, images: Sequence[str | int], count: int) -> list[int]:
-        """Rows of the given images; if there are none, of the first image of each of `count` classes."""
-        if images:
-            return self.rows(images, "query")
+            raise ValueError(f"query {broken[0]} can't be decoded; choose another")
+        if positions:
+            return [self.positions.index(position) for position in positions]
         if self.labels is None:
             return spread(len(self), count)
         classes = torch.unique(self.labels).tolist()

@@ -37,11 +37,7 @@ def show_similarity(settings: ShowSimilarity) -> list[Path]:
     """Draws queries, keys and bars of normalized similarity, a panel for each run."""
     check_suffix(settings.out)
     gallery = load_gallery(load_all(settings.runs), settings.data, settings.images, device=settings.device)
-    queries = gallery.queries(settings.query, settings.queries)
-    keys = gallery.rows(settings.key, "key")
-    comparisons = {
-        query: describe_keys(query, keys, gallery.labels) if keys else choose_keys(query, gallery) for query in queries
-    }
+    comparisons = {row: choose_keys(row, gallery) for row in gallery.queries(settings.query, settings.queries)}
     return write({settings.out: similarity_figure(gallery, comparisons)})
 
 
@@ -128,7 +124,7 @@ def choose_keys(query: int, gallery: Gallery) -> Keys:
     labels = gallery.labels
     if labels is None:
         spaced = [row for row in spread(len(gallery), OTHERS + 4) if row != query]
-        return describe_keys(query, spaced[: OTHERS + 3], None)
+        return dict.fromkeys(spaced[: OTHERS + 3], "key")
     own = int(labels[query])
     order = _classes_by_nearness(own, labels, [vectors for _, vectors in gallery.runs])
 
@@ -137,17 +133,10 @@ def choose_keys(query: int, gallery: Gallery) -> Keys:
 
     near = first(order[0], 2) if order else []
     far = [row for label in order[:0:-1][:OTHERS] for row in first(label, 1)]
-    half = -(-len(far) // 2)
-    keys = (*far[:half], *near[:1], *first(own, 1), *near[1:], *far[half:])
-    return describe_keys(query, keys, labels, related=order[0] if order else None)
-
-
-def describe_keys(query: int, keys: Sequence[int], labels: Tensor | None, *, related: int | None = None) -> Keys:
-    """What some keys are to the query: of the same, a related or another class; just "key" without labels."""
-    if labels is None:
-        return dict.fromkeys(keys, "key")
-    names = {related: "related class", int(labels[query]): "same class"}
-    return {key: names.get(int(labels[key]), "another class") for key in keys}
+    same, half = first(own, 1), -(-len(far) // 2)
+    kinds = dict.fromkeys(same, "same class") | dict.fromkeys(near, "related class")
+    keys = (*far[:half], *near[:1], *same, *near[1:], *far[half:])
+    return {key: kinds.get(key, "another class") for key in keys}
 
 
 @style()

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from patchmix.config import Config
 from patchmix.evaluate.monitor import collapse_warning, guard_verdict
-from patchmix.evaluate.results import PROTOCOL_NAMES, RAW_PIXELS, Result, protocol_name, read_results
+from patchmix.evaluate.results import RAW_PIXELS, Result, read_results
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
@@ -27,7 +27,7 @@ from patchmix.report.figures import mix_figure, patchmix_targets_figure
 from patchmix.report.gallery import Encoders, Gallery, crop_batch, load_gallery, spread, unique_names
 from patchmix.report.neighbors import choose_keys, map_figure, pack_explorer, similarity_figure
 from patchmix.settings import Report
-from patchmix.study.compare import paper_accuracies, stored_config
+from patchmix.study.compare import HEAD, rows_of, stored_config
 from patchmix.study.doctor import loss_terms, way
 
 MAPPED = 250  # thumbnails on the map
@@ -58,7 +58,8 @@ def report(settings: Report) -> Path:
     page = environment().get_template("page.html")
     text = page.render(
         records=records,
-        evaluations=evaluations(records),
+        head=HEAD,
+        evaluations=[row.cells() for each in records for row in rows_of(each.name, each.config, each.results)],
         costs=[cost(record) for record in records],
         gallery=gallery,
         figures=pictures,
@@ -111,11 +112,6 @@ class Record:
     @property
     def name(self) -> str:
         return self.history.name
-
-    @property
-    def paper(self) -> dict[str, float]:
-        """What the paper reports for this training, in %, by protocol."""
-        return paper_accuracies(self.config, self.config.data.path if self.config else None)
 
     @property
     def command(self) -> str:
@@ -184,24 +180,6 @@ def facts(record: Record) -> dict[str, str | None]:
         "loss": f"{ways} of the way from chance to floor" if ways else None,
         "effective rank": None if rank is None else f"{rank:.4g}",
     }
-
-
-def evaluations(records: Sequence[Record]) -> list[list[str | None]]:
-    """A row for the latest result of each protocol and dataset, with the paper's number."""
-    rows: list[list[str | None]] = []
-    for record in records:
-        paper = {protocol: f"{value:.1f}" for protocol, value in record.paper.items()}
-        latest = {(result.data, result.weights, result.protocol): result for result in record.results}
-        for result in latest.values():
-            name = protocol_name(result.protocol)
-            scores = [result.headline, result.headline_interval, paper.get(result.protocol)]
-            origin = [f"{result.images:,}", result.weights[:8], result.date[:10]]
-            rows.append([record.name, name, result.data, *scores, *origin])
-        evaluated = {result.protocol for result in record.results}
-        for protocol, value in paper.items():
-            if protocol not in evaluated:
-                rows.append([record.name, PROTOCOL_NAMES[protocol], None, "not evaluated", None, value, *[None] * 3])
-    return rows
 
 
 def cost(record: Record) -> list[str | None]:

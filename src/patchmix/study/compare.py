@@ -1,4 +1,4 @@
-"""The results of runs side by side, with what the paper reports for the same training."""
+"""The latest results of runs, with what the paper reports for the same training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,63 +12,69 @@ from patchmix.evaluate.results import FILE, PROTOCOL_NAMES, Result, protocol_nam
 from patchmix.recipes import PAPER_ROWS, RECIPES
 from patchmix.settings import Compare
 
+HEAD = ("run", "protocol", "data", "%", "95 % interval", "paper %", "weights", "test images", "date")
 # Settings that may differ from the recipe's in the same training.
 _FREE = ("data.", "train.seed:", "train.accumulate:", "train.precision:")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One set of weights, evaluated on one dataset. None: not known, or not evaluated."""
+    """The latest result of some weights by a protocol on a dataset; None where only the paper has one."""
 
     run: str
-    model: str
     config: Config | None
-    data: str | None
-    weights: str | None
-    results: dict[str, Result]  # by protocol, the latest of each
+    protocol: str
+    result: Result | None
+    paper: float | None  # in %
 
-    @property
-    def paper(self) -> dict[str, float]:
-        return paper_accuracies(self.config, self.data)
+    def cells(self) -> list[str | None]:
+        """For the columns HEAD."""
+        result, names = self.result, [self.run, protocol_name(self.protocol)]
+        paper = None if self.paper is None else f"{self.paper:.1f}"
+        if result is None:
+            return [*names, None, "not evaluated", None, paper, None, None, None]
+        scores = [result.headline, result.headline_interval, paper]
+        return [*names, result.data, *scores, result.weights[:8], f"{result.images:,}", result.date[:10]]
 
 
 def compare(settings: Compare, console: Console | None = None) -> list[Row]:
-    """Prints a column for each row: what it is, top-1 in % with its 95 % interval, and the paper's number."""
-    rows = read_rows(settings.runs)
-    measures = "top-1 % or mIoU % with 95 % interval, AP % of detectors"
-    table = Table(caption=f"{measures}; the paper's number for the same training")
-    table.add_column("run", no_wrap=True)
-    for row in rows:
-        table.add_column(row.run, justify="right", overflow="fold")
-    facts = [_facts(row) for row in rows]
-    for name in facts[0]:
-        table.add_row(name, *(each[name] or "–" for each in facts), end_section=name == "evaluated on")
-    found = sorted({protocol for row in rows for protocol in row.results})
-    for name in PROTOCOL_NAMES:
-        for protocol in [each for each in found if each.partition("@")[0] == name]:  # knn, knn@5-shot
-            table.add_row(protocol_name(protocol), *(_cell(row, protocol) for row in rows), end_section=True)
-    (console or Console()).print(table)
-    return rows
-
-
-def read_rows(runs: Sequence[str | Path]) -> list[Row]:
-    """One row for each run, dataset and set of weights; results of different weights are never mixed in a row.
-
-    A run is a folder with config.yaml, results.jsonl or both.
-    """
-    if not runs:
+    """Prints the latest results of runs, those by one protocol on one dataset below each other."""
+    if not settings.runs:
         raise ValueError("there is nothing to compare; give at least one run's folder")
-    rows = []
-    for folder in map(Path, runs):
+    rows, trainings = list[Row](), []
+    for folder in map(Path, settings.runs):
         config, results = stored_config(folder), read_results(folder)
         if config is None and not results:
             raise ValueError(f"{folder} is neither a run (no config.yaml) nor has it results ({FILE}); check the path")
-        groups: dict[tuple[str | None, str | None], dict[str, Result]] = {} if results else {(None, None): {}}
-        for result in results:  # oldest first: the latest stays
-            groups.setdefault((result.data, result.weights), {})[result.protocol] = result
-        model = config.model.name if config else results[0].encoder
-        rows += [Row(str(folder), model, config, data, weights, latest) for (data, weights), latest in groups.items()]
+        rows += rows_of(str(folder), config, results)
+        if config is not None:
+            length = config.train.budget or f"{config.train.epochs:g} epochs"
+            trainings.append(f"{folder}: {config.model.name}, recipe {config.recipe}, {length} on {config.data.path}")
+    order = list(PROTOCOL_NAMES)
+    rows.sort(key=lambda row: (row.result is None, row.cells()[2] or "", order.index(row.protocol.partition("@")[0])))
+    table = Table(caption="top-1 or mIoU in %, box / mask AP in % of detectors", box=None, padding=(0, 2, 0, 0))
+    for name in HEAD[:7]:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell or "–" for cell in row.cells()[:7]))
+    console = console or Console()
+    console.print(table)
+    console.print("\n".join(trainings), markup=False, soft_wrap=True)
     return rows
+
+
+def rows_of(run: str, config: Config | None, results: Sequence[Result]) -> list[Row]:
+    """The latest result of each protocol, dataset and set of weights, and the paper's numbers that have none.
+
+    results: the oldest first.
+    """
+    latest = {(each.data, each.weights, each.protocol): each for each in results}
+    rows = []
+    for (data, _, protocol), result in latest.items():
+        rows.append(Row(run, config, protocol, result, paper_accuracies(config, data).get(protocol)))
+    paper = {} if config is None else paper_accuracies(config, config.data.path)
+    missing = paper.keys() - {each.protocol for each in results}
+    return rows + [Row(run, config, name, None, paper[name]) for name in PROTOCOL_NAMES if name in missing]
 
 
 def stored_config(folder: Path) -> Config | None:
@@ -76,12 +82,12 @@ def stored_config(folder: Path) -> Config | None:
     return read_config(folder) if (folder / "config.yaml").is_file() else None
 
 
-def paper_accuracies(config: Config | None, data: str | None) -> dict[str, float]:
+def paper_accuracies(config: Config | None, data: str) -> dict[str, float]:
     """What the paper reports for this training, evaluated on `data`: in %, by protocol; {} where it is another.
 
     Recipe, model, data and epochs have to be the paper's, and no other setting of the training may be changed.
     """
-    if config is None or data is None or config.recipe != "paper" or config.train.budget is not None:
+    if config is None or config.recipe != "paper" or config.train.budget is not None:
         return {}
     plain = RECIPES["paper"](config.model.name, epochs=config.train.epochs)
     if any(not change.startswith(_FREE) for change in differences(plain, config)):
@@ -89,23 +95,3 @@ def paper_accuracies(config: Config | None, data: str | None) -> dict[str, float
     names = {Path(config.data.path).name, Path(data).name}  # cifar10, or a folder of that name
     wanted = (names, config.model.name, config.train.epochs)
     return next((row.accuracies for row in PAPER_ROWS if ({row.data}, row.model, row.epochs) == wanted), {})
-
-
-def _facts(row: Row) -> dict[str, str | None]:
-    config = row.config
-    return {
-        "model": row.model,
-        "recipe": config.recipe if config else None,
-        "trained on": config.data.path if config else None,
-        "for": config.train.budget or f"{config.train.epochs:g} epochs" if config else None,
-        "weights": row.weights and row.weights[:8],
-        "evaluated on": row.data,
-    }
-
-
-def _cell(row: Row, protocol: str) -> str:
-    result, paper = row.results.get(protocol), row.paper
-    lines = [line for line in (result.headline, result.headline_interval) if line] if result else ["–"]
-    if protocol in paper:
-        lines.append(f"paper {paper[protocol]:.1f}")
-    return "\n".join(lines)

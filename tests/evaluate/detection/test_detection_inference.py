@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchmix.evaluate.detection.coco import CocoImages, mask_of, open_split, score
-from patchmix.evaluate.detection.detect import detect_all
+from patchmix.evaluate.detection.coco import CocoImages, mask_of, open_split
+from patchmix.evaluate.detection.detect import evaluate
 from patchmix.evaluate.detection.model import DetectorFile, Shape
 from patchmix.interop.backbone import Architecture
 
@@ -52,24 +52,25 @@ class Knowing(nn.Module):
         return answers
 
 
-def found(source: CocoImages, image_size: int, **options: Any) -> list[dict[str, Any]]:
+def found(source: CocoImages, image_size: int, workers: int = 0) -> tuple[list[dict[str, Any]], dict[str, float]]:
     detector: Any = Knowing(source).eval()
     vit, shape = Architecture("vit_tiny_patch16_32", 32, 16, 3, 24, 4, 3), Shape(image_size=image_size)
     file = DetectorFile(vit, shape, source.categories, {}, mean=(0.5,) * 3, std=(0.5,) * 3)
-    return detect_all(detector, file, source, device=CPU, **options)
+    entries, metrics, _ = evaluate(detector, file, source, CPU, workers)
+    return entries, metrics
 
 
 def test_a_detector_that_knows_the_truth(coco_mini: Path) -> None:
     """Boxes come back to the image's own pixels, labels to the file's own ids, masks to where they were."""
     source = open_split(coco_mini, "val2017")
-    metrics, _ = score(source, found(source, image_size=128))
+    _, metrics = found(source, image_size=128)
     assert metrics["box_ap"] > 0.999
     assert metrics["mask_ap50"] > 0.95 and metrics["mask_ap"] > 0.75
 
 
 def test_workers_do_not_matter(coco: Path) -> None:
     source = open_split(coco, "train2017")
-    one = found(source, image_size=64)
-    assert one == found(source, image_size=64, workers=1)
+    one, _ = found(source, image_size=64)
+    assert one == found(source, image_size=64, workers=1)[0]
     assert [entry["image_id"] for entry in one] == [100, 100, 200, 200, 300, 300, 400, 400]
     assert {entry["category_id"] for entry in one} == {3, 7}

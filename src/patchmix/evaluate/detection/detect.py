@@ -129,8 +129,11 @@ def _evaluate_trained(settings: Detect, data: Path, device: torch.device) -> Res
 
 
 def evaluate(detector: Detector, file: DetectorFile, val: CocoImages, device: torch.device, workers: int) -> Scored:
-    """Detections and their scores, the same on every process."""
-    entries = detect_all(detector, file, val, device=device, workers=workers)
+    """The detections in every image of `val`, in its order, and their scores; the same on every process."""
+    view, detect = FittedViews(size=file.shape.image_size, mean=file.mean), partial(detect_one, detector, file, device)
+    found = protocol.map_images(val, view, detect, "detection", device=device, workers=workers)
+    numbers = (val.entry(index)["id"] for index in range(len(val)))
+    entries = [entry | {"image_id": number} for number, some in zip(numbers, found, strict=True) for entry in some]
     # pycocotools takes minutes for COCO's validation images: one process runs it and sends its scores.
     metrics, classes = distributed.gather_json(score(val, entries) if distributed.is_main() else None, device)[0]
     return entries, metrics, classes
@@ -214,16 +217,6 @@ def _check_classes(source: CocoImages, wanted: dict[int, str], whose: str) -> No
         first = min(differ)
         pair = f"id {first} is {found.get(first, 'missing')} and {wanted.get(first, 'missing')}"
         raise ValueError(f"{source.name} has other classes than {whose} ({pair}); both must have the same categories")
-
-
-def detect_all(
-    detector: Detector, file: DetectorFile, source: CocoImages, *, device: torch.device, workers: int = 0
-) -> list[Entry]:
-    """The detections in every image of `source`, in its order, on every process; `file` says how to prepare images."""
-    view, detect = FittedViews(size=file.shape.image_size, mean=file.mean), partial(detect_one, detector, file, device)
-    found = protocol.map_images(source, view, detect, "detection", device=device, workers=workers)
-    numbers = (source.entry(index)["id"] for index in range(len(source)))
-    return [entry | {"image_id": number} for number, entries in zip(numbers, found, strict=True) for entry in entries]
 
 
 @torch.no_grad()

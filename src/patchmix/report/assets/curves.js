@@ -32,7 +32,7 @@ function startCurves(root, data) {
   refresh();
 }
 
-// The debiased moving average that report.curves.smooth computes.
+// The moving average Σ weight^age · value, divided by the sum of its weights, so that it starts at the first value.
 function smoothed(values, weight) {
   let total = 0, norm = 0;
   return values.map((value) => { total = weight * total + value; norm = weight * norm + 1; return total / norm; });
