@@ -425,7 +425,6 @@ class Flops:
     method: str | None = None  # Method, as for pretrain; by default all.
     model: str | None = None  # Model: vit_{tiny,small,base}_patchP_S; by default the paper's for CIFAR.
     batch: Count = 2  # Images in the iteration; the paper's table has 2.
-    image_size: Count | None = None  # Image size, if not the model's.
     local_crops: Annotated[int, Ge(0)] | None = None  # Small crops for multi-crop.
     local_size: Count | None = None  # Side of the small crops.
 

@@ -26,6 +26,7 @@ from patchmix.report.gallery import Gallery
 from patchmix.report.neighbors import pack_explorer
 from patchmix.report.page import environment, read_record, report, verdict
 from patchmix.settings import Report, ShowAttention
+from patchmix.study import compare
 
 ASSETS = Path(page.__file__).parent / "assets"
 EVIL = "<script>alert(1)</script>.png"
@@ -46,7 +47,7 @@ def test_it_says_what_the_run_is_and_what_it_is_worth(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paper = {"knn": 92.9, "linear": 94.4, "finetune": 97.5}
-    monkeypatch.setattr(page, "paper_accuracies", lambda config, data: paper)
+    monkeypatch.setattr(compare, "paper_accuracies", lambda config, data: paper)
     text = report(Report((run,), tmp_path / "r.html", images=30, device="cpu")).read_text()
     (result,) = read_results(run)
     low, high = result.interval()

@@ -94,13 +94,13 @@ def test_weights_and_data_are_not_mixed(tmp_path: Path) -> None:
 def test_runs_without_results_and_results_without_a_run(tmp_path: Path) -> None:
     trained = make_run(tmp_path / "trained", paper_config())
     imported = make_run(tmp_path / "imported", None, result("knn", 0.8))
-    *paper, last = compare(Compare((trained, imported)))
+    first, *paper = compare(Compare((trained, imported)))
     assert [(row.protocol, row.result, row.paper) for row in paper] == [
         ("knn", None, 92.9),
         ("linear", None, 94.4),
         ("finetune", None, 97.5),
     ]
-    assert last.config is None and last.paper is None and last.result is not None and last.result.top1 == 0.8
+    assert first.config is None and first.paper is None and first.result is not None and first.result.top1 == 0.8
     with pytest.raises(ValueError, match="neither a run"):
         compare(Compare((tmp_path / "nothing",)))
     with pytest.raises(ValueError, match="nothing to compare"):

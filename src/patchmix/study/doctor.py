@@ -2,7 +2,6 @@
 
 import ctypes
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -145,12 +144,9 @@ def storage(runs: Path) -> Iterator[Finding]:
 
 
 def compiling() -> Iterator[Finding]:
-    if torch.cuda.is_available():
-        found, remedy = importlib.util.find_spec("triton") and "triton", "pip install triton"
-    else:
-        found, remedy = cpp_compiler(), "install g++"
+    found = "triton" if torch.cuda.is_available() else cpp_compiler()  # torch for CUDA brings triton
     text = f"possible with {found}" if found else "not possible"
-    yield check(bool(found), "--compile", text, f"if you want it: {remedy}")
+    yield check(found is not None, "--compile", text, "if you want it: install g++")
 
 
 def examine_run(folder: Path) -> list[Finding]:

@@ -214,12 +214,11 @@ def flops_table(settings: Flops) -> list[FlopsRow]:
     rows = []
     models = [settings.model] if settings.model else list(MODELS)
     methods = [settings.method] if settings.method else list(METHOD_OPTIONS)
-    as_usual = settings.batch == 2 and settings.image_size is None
     for model, method in itertools.product(models, methods):
-        shape = shape_of(ModelConfig(model, image_size=settings.image_size))
+        shape = shape_of(ModelConfig(model))
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in shape.create().parameters())
-        as_paper = as_usual and model in MODELS and method in PAPER_GFLOPS
+        as_paper = settings.batch == 2 and model in MODELS and method in PAPER_GFLOPS
         number, size = PAPER_CROPS.get(method, (0, 96)) if model in MODELS else (0, 96)
         if settings.local_crops is not None:
             number, size = settings.local_crops, 96
