@@ -109,12 +109,13 @@ def rows(group: str) -> Iterator[Training]:
         for name, settings in METHODS.items():
             yield Training(name, 0, "5min", f"{settings} {VIEWS['flips']}".strip(), tested=False)
     elif group == "small":  # few images, many epochs
-        for images in (1_000, 5_000, 20_000):
-            for name, method in COMPARED.items():
-                evaluations = "knn", "linear --protocol fast"
-                yield Training(
-                    f"{name}, {images} images", 0, "10min", METHODS[method], slice(images), True, evaluations
-                )
+        for seed in (0, 1, 2):
+            for images in (1_000, 5_000, 20_000):
+                for name, method in COMPARED.items():
+                    settings, evaluations = METHODS[method], ("knn", "linear --protocol fast")
+                    yield Training(
+                        f"{name}, {images} images", seed, "10min", settings, slice(images), True, evaluations
+                    )
     elif group == "labels":  # the same, then trained with their labels; and that from nothing
         for images in (1_000, 5_000, 20_000):
             finetune = "finetune --epochs 8 --base-lr 1e-3 --batch-size 128"  # of 20,000 images, see `repeated`
