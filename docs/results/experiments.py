@@ -144,7 +144,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("groups", nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--csv", type=Path, default=Path(__file__).with_name("runs.csv"), help="the log of all runs")
-    parser.add_argument("--only", default="", help="trainings whose name begins like this")
+    parser.add_argument("--only", default="", help="trainings whose 'NAME, seed S' begins so")
     parser.add_argument("--budget", help="for every training, instead of its own")
     arguments = parser.parse_args(args)
     done = set()
@@ -153,7 +153,8 @@ def main(args: list[str] | None = None) -> None:
             done = {(row["group"], row["name"], int(row["seed"])) for row in csv.DictReader(file)}
     for group in arguments.groups:
         for training in rows(group):
-            if (group, training.name, training.seed) in done or not training.name.startswith(arguments.only):
+            label = f"{training.name}, seed {training.seed}"
+            if (group, training.name, training.seed) in done or not label.startswith(arguments.only):
                 continue
             training = training._replace(budget=arguments.budget or training.budget)
             kept = "small" if group == "labels" else group
