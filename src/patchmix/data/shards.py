@@ -49,7 +49,7 @@ _PER_SHARD = ("shard_bytes", "counts")
 _PER_SAMPLE = ("offsets", "sizes", "labels")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardIndex:
     """N samples in S shards."""
 
@@ -129,14 +129,12 @@ class ShardIndex:
         start = int(self.name_ends[number - 1]) if number else 0
         return self.names[start : int(self.name_ends[number])].tobytes()
 
-    def part(self, first: int, stop: int) -> "ShardIndex":
-        """What is about the shards from `first` to `stop`."""
-        if (first, stop) == (0, len(self.shards)):
-            return self
-        start = int(self.counts[:first].sum())
-        end = start + int(self.counts[first:stop].sum())
+    def part(self, number: int) -> "ShardIndex":
+        """What is about one of the shards."""
+        start = int(self.counts[:number].sum())
+        end = start + int(self.counts[number])
         before, after = (int(self.name_ends[i - 1]) if i else 0 for i in (start, end))
-        parts = {name: getattr(self, name)[first:stop] for name in ("shards", "skipped", *_PER_SHARD)}
+        parts = {name: getattr(self, name)[number : number + 1] for name in ("shards", "skipped", *_PER_SHARD)}
         parts |= {name: getattr(self, name)[start:end] for name in _PER_SAMPLE}
         return replace(self, **parts, name_ends=self.name_ends[start:end] - before, names=self.names[before:after])
 
@@ -151,8 +149,6 @@ def _bytes(path: Path) -> Any:
 
 def join(parts: Sequence[ShardIndex]) -> ShardIndex:
     """One index for all, in the order given."""
-    if len(parts) == 1:
-        return parts[0]
     shifts = np.cumsum([0, *(len(part.names) for part in parts[:-1])]).tolist()
     return ShardIndex(
         shards=tuple(name for part in parts for name in part.shards),
@@ -306,13 +302,10 @@ def open_shards(shards: Sequence[str], *, name: str) -> ShardSource:
         for i, part in zip(unknown, pool.map(_scan_once, [shards[i] for i in unknown]), strict=True):
             places[i] = part, 0
             advance(1)
-    runs: list[tuple[ShardIndex, int, int]] = []  # of neighbors in the same index
-    for index, number in filter(None, places):
-        if runs and runs[-1][0] is index and runs[-1][2] == number:
-            runs[-1] = (index, runs[-1][1], number + 1)
-        else:
-            runs.append((index, number, number + 1))
-    index = join([index.part(first, stop) for index, first, stop in runs])
+    found = [place for place in places if place is not None]
+    index = found[0][0]
+    if found != [(index, number) for number in range(len(index.shards))]:  # else it stays mapped, as it may be large
+        index = join([each.part(number) for each, number in found])
     _warn_of_losses(index, name)
     if not len(index.offsets):
         raise ValueError(f"no images in the {len(shards)} shards of {name}; expected members such as 0001.jpg")
