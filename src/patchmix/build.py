@@ -17,7 +17,7 @@ from patchmix.data.loader import Loader
 from patchmix.data.memory import check_decodable
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import View, Views
-from patchmix.device import autocast_dtype, check_compiler
+from patchmix.device import autocast_dtype, cpp_compiler
 from patchmix.evaluate.monitor import LIDAR_IMAGES, Guard, lidar_monitor, monitor
 from patchmix.interop.backbone import check_weights, fitted
 from patchmix.interop.loading import load_backbone
@@ -131,9 +131,10 @@ def build_weightless(
 
 def build_views(views: ViewsConfig, image_size: int) -> list[View]:
     """T1, T2 and the local crops."""
-    settings = vars(views)
-    two = [View.of(settings, size=image_size, blur=views.blur[i], solarize=views.solarize[i]) for i in (0, 1)]
-    local = View.of(settings, size=views.local_size, area=views.local_area, blur=0.5, solarize=0.0)
+    names = ("ratio", "flip", "jitter", "brightness", "contrast", "saturation", "hue", "gray", "sigma")
+    same: dict[str, Any] = {name: getattr(views, name) for name in names}
+    two = [View(image_size, views.area, blur=views.blur[i], solarize=views.solarize[i], **same) for i in (0, 1)]
+    local = View(views.local_size, views.local_area, blur=0.5, solarize=0.0, **same)
     return [*two, *[local] * views.local_crops]
 
 
@@ -167,8 +168,8 @@ def build_prepare(views: ViewsConfig, in_chans: int) -> Prepare:
 
 def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Plan:
     train, optim = config.train, config.optim
-    if config.runtime.compile:
-        check_compiler(device)
+    if config.runtime.compile and device.type == "cpu" and cpp_compiler() is None:
+        raise ValueError("--compile needs a C++ compiler on the CPU; install g++, or leave --compile out")
     names = ("log_every", "monitor_every", "checkpoint_epochs", "checkpoint_minutes")
     minutes = config.budget_minutes
     step = 1.0 / max(1, round(train.epochs * steps_per_epoch)) if minutes is None else 0.0

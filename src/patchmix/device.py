@@ -38,9 +38,3 @@ def autocast_dtype(device: torch.device, precision: str = "auto") -> torch.dtype
 def cpp_compiler() -> str | None:
     """The C++ compiler that torch.compile uses on the CPU, if there is one."""
     return next((path for name in (os.environ.get("CXX", ""), "g++", "clang++") if (path := shutil.which(name))), None)
-
-
-def check_compiler(device: torch.device) -> None:
-    """A ValueError where torch.compile cannot work."""
-    if device.type == "cpu" and cpp_compiler() is None:
-        raise ValueError("--compile needs a C++ compiler on the CPU; install g++, or leave --compile out")

@@ -88,7 +88,9 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
         start = None if state is not None or config.model.init_from is None else load_backbone(config.model.init_from)
         config = completed(config, start if state is None else from_dict(state["config"]))
         source = build.build_source(config)
-        config = _measured(config, source)
+        if not (config.views.mean and config.views.std):
+            mean, std = mean_and_std(source)
+            config = config.replace(mean=config.views.mean or mean, std=config.views.std or std)
         if state is not None and state["data"] != source.fingerprint():
             raise ValueError(
                 f"{source.name} is not the data that the checkpoint was trained on; resume with the same data"
@@ -203,14 +205,6 @@ def completed(config: Config, like: Config | Backbone | None) -> Config:
     if channels != 3:
         taken |= {"saturation": 0.0, "hue": 0.0, "gray": 0.0, "solarize": (0.0, 0.0)}
     return config.replace(**taken)
-
-
-def _measured(config: Config, source: Source) -> Config:
-    """The configuration with the data's mean and std where it has none."""
-    if config.views.mean and config.views.std:
-        return config
-    mean, std = mean_and_std(source)
-    return config.replace(mean=config.views.mean or mean, std=config.views.std or std)
 
 
 def _finish(

@@ -6,8 +6,8 @@ The order is MoCo v3's: crop, jitter, gray, blur, solarize, flip. What happens t
 Shapes: N images in a batch, h = w = a view's size.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import cv2
@@ -55,12 +55,6 @@ class View:
             low, high = getattr(self, name)
             if not 0 < low <= high or (name == "area" and high > 1):
                 raise ValueError(f"{name} {(low, high)} is a range; give 0 < low <= high{' <= 1' * (name == 'area')}")
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], **changes: Any) -> "View":
-        """The view of settings with these names; other settings are ignored, and `changes` come first."""
-        known = {field.name for field in fields(cls)} & settings.keys()
-        return cls(**{**{name: settings[name] for name in known}, **changes})
 
 
 def two_views(size: int, area: tuple[float, float] = (0.05, 1.0)) -> tuple[View, View]:
