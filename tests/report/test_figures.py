@@ -13,7 +13,6 @@ from patchmix.mixing import Mixed, PatchMix
 from patchmix.mixing.patchmix import share
 from patchmix.report.figures import (
     mix_figure,
-    patchmix_targets_figure,
     share_text,
     show_mix,
     targets_figure,
@@ -81,7 +80,7 @@ def test_other_mixes_show_shares_without_frames(tmp_path: Path) -> None:
 
 
 def test_the_three_target_matrices_are_those_of_the_losses() -> None:
-    figure = patchmix_targets_figure(3)
+    figure = targets_figure(share(9, 3))
     shown = [np.asarray(axis.images[0].get_array()) for axis in figure.axes]
     omega = np.array([[max(0, 1 - min((i - j) % 9, (j - i) % 9) / 3) for j in range(9)] for i in range(9)])
     np.testing.assert_allclose(shown[0], np.eye(9))
@@ -93,7 +92,7 @@ def test_the_three_target_matrices_are_those_of_the_losses() -> None:
 
 def test_figures_come_as_png_svg_and_pdf_only(tmp_path: Path) -> None:
     for ending, start in ((".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")):
-        (path,) = write({tmp_path / f"t{ending}": patchmix_targets_figure(2)})
+        (path,) = write({tmp_path / f"t{ending}": targets_figure(share(9, 2))})
         assert path.read_bytes().startswith(start)
     with pytest.raises(ValueError, match="must end in"):
         show_mix(ShowMix("shapes:8", tmp_path / "mix.gif"))

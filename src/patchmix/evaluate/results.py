@@ -32,7 +32,6 @@ PROTOCOL_NAMES: dict[str, str] = {
     "segment-fast": "mIoU (fast)",
     "segment-finetune": "mIoU, fine-tuned",
 }
-AP_NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75", "ap_small": "APs", "ap_medium": "APm", "ap_large": "APl"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Result:
         """What a table shows: top-1 or mIoU in %, or box and mask AP of a detector."""
         if self.main in self.metrics:
             return f"{100 * self.metrics[self.main]:.2f}"
-        return " / ".join(_percent(self.metrics[name]) for name in ("box_ap", "mask_ap") if name in self.metrics)
+        return " / ".join(f"{100 * self.metrics[name]:.1f}" for name in ("box_ap", "mask_ap") if name in self.metrics)
 
     @property
     def headline_interval(self) -> str | None:
@@ -169,39 +168,19 @@ def print_result(result: Result | Sequence[Path], console: Console | None = None
         return
     title = f"{protocol_name(result.protocol)}: {result.encoder} on {result.data}"
     console.print(Text(title, style="bold"), soft_wrap=True)
-    for table in _precisions(result) if result.protocol == "detect" else [_accuracies(result)]:
-        console.print(table)
+    table = Table("", Column("%", justify="right"), Column("95 % interval", justify="right"))
+    for name, value in result.metrics.items():
+        low, high = result.interval(name)
+        interval = None if result.protocol == "detect" else f"{100 * low:.2f} … {100 * high:.2f}"  # AP has none
+        table.add_row(name, f"{100 * value:.2f}", interval, style="bold" if name == result.main else None)
+    for row in result.details.get("classes", []):  # IoU, or AP of boxes and masks
+        if values := [row[key] for key in ("iou", "box_ap", "mask_ap") if row.get(key) is not None]:
+            table.add_row(row["name"], " / ".join(f"{100 * value:.1f}" for value in values))
+    console.print(table)
     how = [f"{result.images:,} test images", f"weights {result.weights[:12]}"]
     more = result.settings | {key: value for key, value in result.details.items() if key != "classes"}
     how += [f"{key} {_plain(value)}" for key, value in more.items()]
     console.print(Text("; ".join(how)), soft_wrap=True)
-
-
-def _accuracies(result: Result) -> Table:
-    table = Table("accuracy", Column("%", justify="right"), Column("95 % interval", justify="right"))
-    for name, value in result.metrics.items():
-        low, high = result.interval(name)
-        style = "bold" if name == result.main else None
-        table.add_row(name, f"{100 * value:.2f}", f"{100 * low:.2f} … {100 * high:.2f}", style=style)
-    for row in result.details.get("classes", []):
-        table.add_row(f"IoU of {row['name']}", f"{100 * row['iou']:.2f}", "")
-    return table
-
-
-def _precisions(result: Result) -> list[Table]:
-    """AP of boxes and masks, and of each class that has objects, best first."""
-    table = Table("", *AP_NAMES.values())
-    for kind in ("box", "mask"):
-        table.add_row(kind, *(_percent(result.metrics.get(f"{kind}_{name}")) for name in AP_NAMES))
-    classes = Table("class", "objects", "box AP", "mask AP")
-    rows = [row for row in result.details.get("classes", []) if row["objects"]]
-    for row in sorted(rows, key=lambda row: -(row["box_ap"] or 0.0)):
-        classes.add_row(row["name"], str(row["objects"]), _percent(row["box_ap"]), _percent(row["mask_ap"]))
-    return [table, classes]
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}"
 
 
 def _plain(value: Any) -> str:

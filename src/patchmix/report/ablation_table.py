@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +18,7 @@ from rich.table import Table
 from patchmix.config import check_known
 from patchmix.evaluate.results import Result, t_quantile
 from patchmix.files import replacing, write_text
-from patchmix.report.style import COLORS, look, style
+from patchmix.report.style import COLORS, style
 
 TITLES: dict[str, str] = {
     "mix": "The effect of the mix",
@@ -34,7 +33,6 @@ VARIED = {"mix": ("mix", "region_weight"), "num-mix": ("num_mix", "mix"), "metho
 PROTOCOLS = {"knn": "kNN", "linear-fast": "linear"}  # protocol → its name in tables
 HEALTH = {"rank": "rank", "mean_cosine": "cosine"}  # where there are no labels
 INTERVAL = "±: 95 % interval, Student's t over the seeds; of rows with one seed Wilson's for the test images"
-MARKERS = "os^D"  # another one each time that the colors repeat
 
 # Linear and kNN accuracy in % on CIFAR-10, then on CIFAR-100; None: it did not converge.
 Paper = tuple[float | None, float | None, float, float]
@@ -285,38 +283,18 @@ def markdown_table(head: Sequence[str], rows: Iterable[Iterable[str | None]]) ->
 
 @style()
 def ablation_figure(table: AblationTable) -> Figure:
-    """A panel for each score: rows as points with their intervals; over the cost for methods and lengths."""
-    figure = Figure(figsize=(4.6 * len(table.scores), 0.32 * len(table.rows) + 2.2))
-    for axis, (key, name) in zip(figure.subplots(1, len(table.scores)), table.scores.items(), strict=True):
+    """A panel for each score, with the rows as points and their intervals."""
+    figure = Figure(figsize=(4.6 * len(table.scores), 0.32 * len(table.rows) + 1.4))
+    panels = figure.subplots(1, len(table.scores), sharey=True)
+    for axis, (key, name) in zip(panels, table.scores.items(), strict=True):
         axis.set_title(f"{name} of the features" if key in HEALTH else f"{name} accuracy (%)")
-        _draw(axis, table, key)
+        for i, row in enumerate(table.rows):
+            if score := table.score(row, key):
+                value, low, high = (each if key in HEALTH else 100 * each for each in score)
+                bar: Any = [[value - low], [high - value]]
+                axis.errorbar([value], [i], xerr=bar, fmt="o", color=COLORS[0], capsize=3, markersize=4)
+    panels[0].set_yticks(range(len(table.rows)), [row.name for row in table.rows])
+    panels[0].set_ylim(len(table.rows) - 0.5, -0.5)
     figure.suptitle(f"{TITLES[table.ablation]}: {table.data}", fontsize=10)
     figure.tight_layout()
     return figure
-
-
-def _draw(axis: Axes, table: AblationTable, key: str) -> None:
-    costs = {"method": ("flops_per_image", 1e9), "epochs": ("images_seen", 1.0)}  # name, unit
-    for i, row in enumerate(table.rows):
-        score = table.score(row, key)
-        if score is None:
-            continue
-        value, low, high = (each if key in HEALTH else 100 * each for each in score)
-        bar: Any = [[value - low], [high - value]]
-        if table.ablation not in costs:
-            axis.errorbar([value], [i], xerr=bar, fmt="o", color=COLORS[0], capsize=3, markersize=4)
-            continue
-        name, unit = costs[table.ablation]
-        if (cost := table.summary(row)[name]) is not None:
-            (color, mark), place = look(i, MARKERS), [cost / unit]
-            axis.errorbar(place, [value], yerr=bar, fmt=mark, color=color, capsize=3, markersize=4, label=row.name)
-    if table.ablation == "epochs":
-        axis.set(xscale="log", xlabel="images seen")
-    elif table.ablation == "method":
-        axis.set(xlabel="GFLOPs of training per image")
-        axis.set_xlim(left=0)  # distances then show how much more one costs than another
-    else:
-        axis.set_yticks(range(len(table.rows)), [row.name for row in table.rows])
-        axis.set_ylim(len(table.rows) - 0.5, -0.5)
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=7)

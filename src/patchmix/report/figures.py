@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchmix.data.sources import open_source
 from patchmix.mixing import Mixed, create_mix, overlap
-from patchmix.mixing.patchmix import PatchMix, share
+from patchmix.mixing.patchmix import PatchMix
 from patchmix.report.gallery import crop_batch, spread
 from patchmix.report.style import MATRIX, check_suffix, look, outline, picture, picture_grid, style, write
 from patchmix.settings import ShowMix
@@ -32,9 +32,7 @@ def show_mix(settings: ShowMix) -> list[Path]:
         torch.manual_seed(settings.seed)
         mix = create_mix(settings.mix, patch_size=settings.patch_size, num_mix=settings.num_mix)
         figure, mixed = mix_figure(images, mix)
-    patchmix = settings.mix == "patchmix"
-    targets = patchmix_targets_figure(settings.num_mix) if patchmix else targets_figure(mixed.share.float())
-    out = settings.out
+    out, targets = settings.out, targets_figure(mixed.share.float())
     return write({out: figure, out.with_name(f"{out.stem}-targets{out.suffix}"): targets})
 
 
@@ -70,22 +68,14 @@ def mix_figure(images: Tensor, mix: Callable[[Tensor], Mixed]) -> tuple[Figure, 
     return figure, mixed
 
 
-def patchmix_targets_figure(num_mix: int) -> Figure:
-    """PatchMix's three target matrices for M = num_mix, with ω as the paper prints it."""
-    return targets_figure(share(max(9, 2 * num_mix - 1), num_mix), rules=(f"1/{num_mix} each", "ω = 1 − |d|/M"))
-
-
 @style()
-def targets_figure(shares: Tensor, *, rules: tuple[str, str] = ("the shares", "overlap of shares")) -> Figure:
-    """The three target matrices that follow from a mix's shares, (N, N).
-
-    rules: what to write next to "mix-to-origin" and "mix-to-mix".
-    """
+def targets_figure(shares: Tensor) -> Figure:
+    """The three target matrices that follow from a mix's shares, (N, N)."""
     n = len(shares)
     matrices = [
         ("origin-to-origin: itself", torch.eye(n), "original", "original"),
-        (f"mix-to-origin: {rules[0]}", shares, "mixed image", "original"),
-        (f"mix-to-mix: {rules[1]}", overlap(shares, shares), "mixed image", "mixed image"),
+        ("mix-to-origin: the shares", shares, "mixed image", "original"),
+        ("mix-to-mix: overlap of shares", overlap(shares, shares), "mixed image", "mixed image"),
     ]
     figure = Figure(figsize=(11.4, 4.0))
     for axis, (title, matrix, query, key) in zip(figure.subplots(1, 3), matrices, strict=True):

@@ -23,7 +23,7 @@ from patchmix.interop.loading import load_backbone
 from patchmix.mixing import PatchMix
 from patchmix.report.attention import attention_figure, attention_maps, encoder_and_images
 from patchmix.report.curves import History, curves_data, read_history
-from patchmix.report.figures import mix_figure, patchmix_targets_figure
+from patchmix.report.figures import mix_figure, targets_figure
 from patchmix.report.gallery import Encoders, Gallery, crop_batch, load_gallery, spread, unique_names
 from patchmix.report.neighbors import choose_keys, map_figure, pack_explorer, similarity_figure
 from patchmix.settings import Report
@@ -214,8 +214,8 @@ def figures(gallery: Gallery, records: Sequence[Record], encoders: Encoders) -> 
             shape = record.backbone.architecture
             parts = num_mix if isinstance(num_mix, int) else num_mix[0]
             mix = PatchMix(shape.patch_size, parts, torch.Generator().manual_seed(0))
-            drawn["mixing"], _ = mix_figure(crop_batch(gallery.source, positions, shape.image_size), mix)
-            drawn["targets"] = patchmix_targets_figure(parts)
+            drawn["mixing"], mixed = mix_figure(crop_batch(gallery.source, positions, shape.image_size), mix)
+            drawn["targets"] = targets_figure(mixed.share)
             break
     with_token = [(name, backbone) for name, backbone in encoders if "cls_token" in backbone.weights]
     if with_token:

@@ -20,7 +20,6 @@ from pycocotools.cocoeval import COCOeval
 
 from patchmix.data.contract import Labels
 from patchmix.data.decode import DecodeError, Pixels, decode
-from patchmix.evaluate.results import AP_NAMES
 from patchmix.files import write_text
 from patchmix.progress import progress_bar
 
@@ -28,6 +27,7 @@ Mask = npt.NDArray[np.uint8]
 Dataset = dict[str, list[dict[str, Any]]]  # a parsed annotation file
 Entry = dict[str, Any]  # a detection: image_id, category_id, bbox (x, y, width, height), score, segmentation
 KINDS = {"box": "bbox", "mask": "segm"}  # our names and pycocotools'
+STATS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")  # the first six of COCOeval's twelve
 
 
 class CocoImages:
@@ -173,9 +173,8 @@ def score(source: CocoImages, entries: Sequence[Entry]) -> tuple[dict[str, float
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
-        # the first six of COCOeval's twelve; -1: no object of that size
-        found = zip(AP_NAMES, evaluation.stats.tolist(), strict=False)
-        metrics |= {f"{name}_{key}": value for key, value in found if value >= 0}
+        found = zip(STATS, evaluation.stats.tolist(), strict=False)
+        metrics |= {f"{name}_{key}": value for key, value in found if value >= 0}  # -1: no object of that size
         precision = evaluation.eval["precision"][:, :, :, 0, -1]  # IoU thresholds × recalls × classes
         for row, values in zip(classes, np.moveaxis(precision, 2, 0), strict=True):
             row[f"{name}_ap"] = float(np.mean(values[values > -1])) if (values > -1).any() else None

@@ -189,9 +189,7 @@ def _new_detector(backbone: Backbone | None, train: CocoImages, settings: Detect
         torch.manual_seed(settings.seed)
         if settings.start is not None:
             file = load_detector(settings.start)
-            if file.categories == train.categories:
-                file = replace(file, origin=file.origin | {"continued": True})
-            else:
+            if file.categories != train.categories:
                 weights = build_detector(file.architecture, classes, file.shape).state_dict()
                 weights |= {name: w for name, w in file.weights.items() if not name.startswith(_CLASS_LAYERS)}
                 file = replace(file, categories=train.categories, weights=weights)
