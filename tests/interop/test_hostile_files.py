@@ -87,9 +87,9 @@ def test_other_contents(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "state_dict": {}}, path)
     assert "among 0 tensors" in refusal(path)
     torch.save(torchvision.models.resnet18().state_dict(), path)
-    assert "it looks like a ResNet" in refusal(path)
+    assert "no ViT in timm's names: conv1.weight, bn1.weight" in refusal(path)
     torch.save({"a": torch.ones(1), "b": torch.ones(1)}, path)
-    assert "it has a, b" in refusal(path)
+    assert "no ViT in timm's names: a, b" in refusal(path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -135,7 +135,8 @@ def detect(tensors: Mapping[str, Any], entries: Mapping[str, Any]) -> str:
     if any(re.search(r"encoder_layer_\d+\.self_attention\.in_proj_weight", name) for name in tensors):
         return "torchvision"
     if not any("patch_embed.proj" in name for name in tensors):
-        raise ValueError(_not_a_vit(tensors))
+        seen = ", ".join(list(tensors)[:3]) or "no tensors"
+        raise ValueError(f"no patch_embed.proj among {len(tensors)} tensors, so this is no ViT in timm's names: {seen}")
     if "blocks.0.ls1.gamma" in tensors and "mask_token" in tensors:
         return "dinov3" if "rope_embed.periods" in tensors else "dinov2"
     # A fixed table of positions is a signature. It matters: MoCo v3's ViT-S has 12 heads, timm's has 6.
@@ -164,14 +165,3 @@ def _position_table(tensors: Mapping[str, Any]) -> Literal["row", "column"] | No
     if torch.allclose(positions[1:], table, atol=1e-2):  # half precision stays below
         return "row"
     return "column" if torch.allclose(positions[1:], table.roll(dim // 2, dims=1), atol=1e-2) else None
-
-
-def _not_a_vit(tensors: Mapping[str, Any]) -> str:
-    known = {
-        "layer1.0.conv1": "it looks like a ResNet",
-        "relative_position_bias_table": "it looks like a Swin Transformer",
-        "embeddings.patch_embeddings": "it looks like a Hugging Face transformers ViT, whose names are not read here",
-        "": f"it has {', '.join(list(tensors)[:3]) or 'no tensors'}",
-    }
-    seen = next(what for part, what in known.items() if any(part in name for name in tensors) or not part)
-    return f"no patch_embed.proj among {len(tensors)} tensors, so this is not a timm-style ViT: {seen}"
