@@ -109,9 +109,12 @@ def test_runs_without_results_and_results_without_a_run(tmp_path: Path) -> None:
 
 def test_the_table(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", paper_config(), result("knn", 0.9134))
-    other = make_run(tmp_path / "b", None, result("linear-fast", 0.5), result("knn@5-shot", 0.3))
+    other = make_run(
+        tmp_path / "b", None, result("another", 0.2), result("linear-fast", 0.5), result("knn@5-shot", 0.3)
+    )
     stream = io.StringIO()
-    compare(Compare((run, other)), Console(file=stream, width=240))
+    rows = compare(Compare((run, other)), Console(file=stream, width=240))
+    assert [row.protocol for row in rows if row.result] == ["knn", "knn@5-shot", "linear-fast", "another"]
     text = stream.getvalue()
     for wanted in ("91.34", "90.8 … 91.9", "92.9", "linear (fast)", "50.00", "aaaaaaaa", "kNN, 5-shot", "30.00"):
         assert wanted in text

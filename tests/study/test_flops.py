@@ -24,11 +24,12 @@ from patchmix.study.flops import (
     config_flops,
     encoder_flops,
     flops,
-    flops_table,
     iteration,
     method_flops,
     shape_of,
 )
+
+QUIET = Console(quiet=True)
 
 
 def shape(image: int, patch: int, dim: int, depth: int, stem: str = "patch") -> Architecture:
@@ -50,10 +51,10 @@ def test_the_papers_column_within_half_a_percent(method: str, column: int) -> No
 
 
 def test_dino_with_eight_crops_of_16_px_within_a_percent() -> None:
-    for row in flops_table(Flops("dino")):
+    for row in flops(Flops("dino"), QUIET):
         assert row.linear == pytest.approx(row.paper, rel=8e-3)
         assert (
-            abs(flops_table(Flops("dino", row.model, local_crops=10, local_size=16))[0].linear / row.linear - 1) > 0.05
+            abs(flops(Flops("dino", row.model, local_crops=10, local_size=16), QUIET)[0].linear / row.linear - 1) > 0.05
         )
 
 
@@ -64,7 +65,7 @@ def test_ibots_rows_of_the_paper_have_no_setting_in_common() -> None:
         for model, gflops in zip(MODELS, PAPER_GFLOPS["ibot"], strict=True)
     ]
     assert passes == pytest.approx([26.16, 26.17, 23.07], abs=0.01)
-    assert all(row.linear == pytest.approx(row.paper, rel=0.09) for row in flops_table(Flops("ibot")))
+    assert all(row.linear == pytest.approx(row.paper, rel=0.09) for row in flops(Flops("ibot"), QUIET))
 
 
 def patchmix_flops(sizes: Architecture, *, batch: int, attention: bool) -> int:
@@ -94,7 +95,7 @@ def test_the_general_form_contains_patchmix() -> None:
     ],
 )
 def test_parameters_are_those_of_table_backbone(model: str, millions: float) -> None:
-    assert flops_table(Flops("simclr", model))[0].parameters / 1e6 == pytest.approx(millions, rel=5e-3)
+    assert flops(Flops("simclr", model), QUIET)[0].parameters / 1e6 == pytest.approx(millions, rel=5e-3)
 
 
 def test_sizes_follow_the_image() -> None:
@@ -226,7 +227,7 @@ def test_the_table_prints_the_paper_beside_ours() -> None:
     text = out.getvalue()
     for row in ("50.0", "787.3", "1237.2", "2014.1", "8×16"):
         assert row in text
-    assert len(flops_table(Flops())) == 27
+    assert len(flops(Flops(), QUIET)) == 27
 
 
 @pytest.mark.parametrize("method", ["patchmix", "dino", "swav", "sdmp"])

@@ -50,8 +50,13 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
         if config is not None:
             length = config.train.budget or f"{config.train.epochs:g} epochs"
             trainings.append(f"{folder}: {config.model.name}, recipe {config.recipe}, {length} on {config.data.path}")
-    order = list(PROTOCOL_NAMES)
-    rows.sort(key=lambda row: (row.result is None, row.cells()[2] or "", order.index(row.protocol.partition("@")[0])))
+    order = [*PROTOCOL_NAMES]
+
+    def place(row: Row) -> tuple[bool, str, int]:
+        name = row.protocol.partition("@")[0]  # knn@5-shot stands with knn
+        return row.result is None, row.cells()[2] or "", order.index(name) if name in order else len(order)
+
+    rows.sort(key=place)
     table = Table(caption="top-1 or mIoU in %, box / mask AP in % of detectors", box=None, padding=(0, 2, 0, 0))
     for name in HEAD[:7]:
         table.add_column(name, overflow="fold")

@@ -205,12 +205,21 @@ class FlopsRow:
     full: int  # what runs here: with attention, all heads, and of the last block only what is used
 
 
-def flops_table(settings: Flops) -> list[FlopsRow]:
-    """Every method × model, with the paper's number where it has the row.
+def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
+    """Prints parameters and FLOPs of one iteration, for every method × model or those given, next to the paper's.
 
     Local crops are none unless given, except for DINO and iBOT on the paper's models, where they are those that come
     nearest to the paper's numbers.
     """
+    caption = "GFLOPs of one iteration; linear: the paper's way of counting; full: with attention and all heads"
+    title = f"Cost of one iteration, batch {settings.batch}"
+    table = Table(title=title, caption=caption, box=None, padding=(0, 2, 0, 0))
+    for name in ("method", "model", "crops", "M par.", "paper", "linear", "off by", "full"):
+        table.add_column(name, justify="left" if name in ("method", "model") else "right", no_wrap=True)
+
+    def giga(value: float | None) -> str:
+        return "–" if value is None else f"{value / 1e9:.1f}"
+
     rows = []
     models = [settings.model] if settings.model else list(MODELS)
     methods = [settings.method] if settings.method else list(METHOD_OPTIONS)
@@ -223,31 +232,15 @@ def flops_table(settings: Flops) -> list[FlopsRow]:
         if settings.local_crops is not None:
             number, size = settings.local_crops, 96
         size = settings.local_size or size
-        crops: dict[str, Any] = {"batch": settings.batch, "local_crops": number, "local_size": size}
-        linear = method_flops(method, shape, **crops, patch_heads=not as_paper)
-        full = method_flops(method, shape, **crops, attention=True, class_token=True)
+        how: dict[str, Any] = {"batch": settings.batch, "local_crops": number, "local_size": size}
+        linear = method_flops(method, shape, **how, patch_heads=not as_paper)
+        full = method_flops(method, shape, **how, attention=True, class_token=True)
         same_crops = (number, size) == PAPER_CROPS.get(method, (number, size))
         paper = PAPER_GFLOPS[method][MODELS.index(model)] * 1e9 if as_paper and same_crops else None
         rows.append(FlopsRow(method, model, number, size, parameters, paper, linear, full))
-    return rows
-
-
-def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
-    """Prints parameters and FLOPs of one iteration, for one method and model or for all of the paper's."""
-    caption = "GFLOPs of one iteration; linear: the paper's way of counting; full: with attention and all heads"
-    title = f"Cost of one iteration, batch {settings.batch}"
-    table = Table(title=title, caption=caption, box=None, padding=(0, 2, 0, 0))
-    for name in ("method", "model", "crops", "M par.", "paper", "linear", "off by", "full"):
-        table.add_column(name, justify="left" if name in ("method", "model") else "right", no_wrap=True)
-
-    def giga(value: float | None) -> str:
-        return "–" if value is None else f"{value / 1e9:.1f}"
-
-    rows = flops_table(settings)
-    for row in rows:
-        crops = f"{row.local_crops}×{row.local_size}" if row.local_crops else "–"
-        off_by = "–" if row.paper is None else f"{100 * (row.linear / row.paper - 1):+.2f}%"
-        cells = [row.method, row.model, crops, f"{row.parameters / 1e6:.1f}", giga(row.paper), giga(row.linear), off_by]
-        table.add_row(*cells, giga(row.full))
+        crops = f"{number}×{size}" if number else "–"
+        off_by = "–" if paper is None else f"{100 * (linear / paper - 1):+.2f}%"
+        costs = [giga(paper), giga(linear), off_by, giga(full)]
+        table.add_row(method, model, crops, f"{parameters / 1e6:.1f}", *costs)
     (console or Console()).print(table)
     return rows
