@@ -60,8 +60,11 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
     table = Table(caption="top-1 or mIoU in %, box / mask AP in % of detectors", box=None, padding=(0, 2, 0, 0))
     for name in HEAD[:7]:
         table.add_column(name, overflow="fold")
+    names = {str(path): path.name for path in map(Path, settings.runs)}
     for row in rows:
-        table.add_row(*(cell or "–" for cell in row.cells()[:7]))
+        run, protocol, data, *scores = row.cells()[:7]
+        short = names[row.run] if len({*names.values()}) == len(names) else run
+        table.add_row(short, protocol, *(cell or "–" for cell in (data and Path(data).name, *scores)))
     console = console or Console()
     console.print(table)
     console.print("\n".join(trainings), markup=False, soft_wrap=True)
