@@ -42,6 +42,7 @@ VIEWS = {  # in the order of what they tell
 }
 
 WITHOUT = {  # `fast` with one change
+    "fast": "",
     "patch stem": "--stem patch",
     "AdamW": "--optim adamw",
     "without regions": "--region-weight 0",
