@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-COLUMNS = ("group", "name", "seed", "budget", "images", "seconds", "gflops_per_image", "knn", "linear", "settings",
-           "finetune")  # fmt: skip
+COLUMNS = ("group", "name", "seed", "budget", "images", "seconds", "gflops_per_image", "knn", "linear", "finetune",
+           "settings")  # fmt: skip
 
-# `patchmix`, with the CPU time of this thread for --budget instead of the clock.
+# `patchmix`, whose --budget is CPU time of its process instead of the clock's.
 PATCHMIX = """
 import time, types
 from patchmix.train import watch
