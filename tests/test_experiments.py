@@ -7,6 +7,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from patchmix.cli import parse
@@ -52,7 +54,7 @@ def test_what_is_in_the_log_is_not_trained_again(
 
     monkeypatch.setattr(experiments, "train", train)
     log = tmp_path / "runs.csv"
-    call = ["shapes", "views", "--out", str(tmp_path), "--csv", str(log)]
+    call = ["shapes", "views", "--out", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
         experiments.main(call)
     trained.clear()
@@ -69,7 +71,6 @@ def test_what_is_in_the_log_is_not_trained_again(
 
 
 def test_parts_of_the_training_images(experiments: Any, tmp_path: Path) -> None:
-    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     pq.write_table(pa.table({"label": range(50_000)}), tmp_path / "train.parquet")
     pq.write_table(pa.table({"label": range(-9, 0)}), tmp_path / "test.parquet")
 

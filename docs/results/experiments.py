@@ -3,7 +3,7 @@
     taskset -c 1 python docs/results/experiments.py cifar10 --out runs/experiments views speed without small hour
 
 DATA is a folder with CIFAR-10 as train.parquet and test.parquet. Every training runs on one thread, is evaluated by kNN
-and becomes a line of runs.csv. Its minutes are CPU time, so that other programs cost it little. Two of these, one with
+and becomes a line of the log. Its minutes are CPU time, so that other programs cost it little. Two of these, one with
 `--only fast` and one with `--only mocov3`, train pairs side by side on two cores with the same load beside both. Groups
 `without`, `methods`, `mixes` and `flips` never see the test images: their kNN is of each training image by all others.
 """
@@ -144,13 +144,13 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("data")
     parser.add_argument("groups", nargs="+")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--csv", type=Path, default=Path(__file__).with_name("runs.csv"), help="the log of all runs")
+    parser.add_argument("--csv", type=Path, help="the log of all runs; by default OUT/runs.csv")
     parser.add_argument("--only", default="", help="trainings whose 'NAME, seed S' begins so")
     parser.add_argument("--budget", help="for every training, instead of its own")
     arguments = parser.parse_args(args)
-    done = set()
-    if arguments.csv.exists():
-        with arguments.csv.open(newline="") as file:
+    log, done = arguments.csv or arguments.out / "runs.csv", set()
+    if log.exists():
+        with log.open(newline="") as file:
             done = {(row["group"], row["name"], int(row["seed"])) for row in csv.DictReader(file)}
     for group in arguments.groups:
         for training in rows(group):
@@ -161,7 +161,7 @@ def main(args: list[str] | None = None) -> None:
             kept = "small" if group == "labels" else group
             folder = arguments.out / kept / re.sub(r"\W+", "-", f"{training.name}-{training.seed}")
             found = train(cut(arguments.data, training, arguments.out), folder, flags(training), training.evaluations)
-            append({"group": group, **training._asdict(), **found}, arguments.csv)
+            append({"group": group, **training._asdict(), **found}, log)
 
 
 def flags(training: Training) -> list[str]:
