@@ -35,8 +35,8 @@ An unknown name or a wrong value fails with one line that suggests the nearest v
 
 | variable | meaning |
 |---|---|
-| `PATCHMIX_DATA` | Folder of named datasets (`imagenet/`, CIFAR); searched before `./data` and `~/.cache/patchmix`. |
-| `PATCHMIX_CACHE` | Folder for features, indexes and remote shards; default `~/.cache/patchmix`. |
+| `PATCHMIX_DATA` | Folder of named datasets (`imagenet/`, CIFAR); searched before `./data` and the cache. |
+| `PATCHMIX_CACHE` | Folder for features, indexes, remote shards and CIFAR; default `~/.cache/patchmix`. |
 | `PATCHMIX_CACHE_GB` | Disk space for remote shards in GB; default 20. |
 | `PATCHMIX_TRACEBACK` | Set it to 1 to see the traceback of an error. |
 

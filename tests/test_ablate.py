@@ -1,4 +1,4 @@
-"""`patchmix ablate` from its settings to its table: small real trainings on a folder of coloured noise."""
+"""`patchmix ablate` from its settings to its table: small real trainings on a folder of colored noise."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(count):
             path = root / split / "abc"[i % 3] / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            colour = np.eye(3)[i % 3] * 160
-            cv2.imwrite(str(path), (random.integers(0, 90, (32, 32, 3)) + colour).clip(0, 255).astype(np.uint8))
+            color = np.eye(3)[i % 3] * 160
+            cv2.imwrite(str(path), (random.integers(0, 90, (32, 32, 3)) + color).clip(0, 255).astype(np.uint8))
     return root
 
 

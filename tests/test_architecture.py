@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "patchmix"
 
 # What each room may import of the others. A dotted name is a single module of a room.
 MAY_IMPORT: dict[str, set[str]] = {
-    "settings": {"config"},
+    "settings": {"config", "methods.options"},
     "files": set(),
     "progress": set(),
     "data": {"files", "progress", "settings"},
@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": set(),
     "device": set(),
     "launch": set(),
-    "config": {"methods.options"},
+    "config": {"methods.options", "data.IMAGENET_MEAN", "data.IMAGENET_STD"},
     "nn": {"distributed"},
     "interop": {"files", "progress", "data", "nn", "device", "settings"},
     "methods": {"mixing", "nn", "losses", "schedules", "distributed"},

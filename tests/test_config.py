@@ -128,5 +128,5 @@ def test_settings_that_were_dropped_load_with_their_only_value() -> None:
     assert (
         from_dict({"views": {"local_blur": 0.5, "flip": 0.1}, "runtime": {"monitor_momentum": False}}).views.flip == 0.1
     )
-    with pytest.raises(ValueError, match="unknown key in model: 'freeze_pos_embed'"):
+    with pytest.raises(ValueError, match=r"model\.freeze_pos_embed was removed; it can only be False\. Leave it out"):
         from_dict({"model": {"freeze_pos_embed": True}})

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from patchmix.mixing import Mixed, PatchMix, overlap
     from patchmix.run import Run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _VERBS = ("ablate", "adapt", "detect", "embed", "finetune", "knn", "linear", "pretrain", "segment", "shards")
 _MODULES = {

@@ -204,13 +204,13 @@ def split_verb(args: list[str]) -> tuple[str | None, list[str]]:
 def overview(prefix: str = "") -> str:
     """The verbs, a line each."""
     lines = [f"  {name:<16} {(verb.settings.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items()]
-    shown = [line for line in lines if line.strip().startswith(prefix)]
+    chosen = [line for line in lines if line.strip().startswith(prefix)]
     title = "Self-supervised pre-training of Vision Transformers with PatchMix."
     usage = f"usage: patchmix {prefix}COMMAND [OPTIONS]     (patchmix {prefix}COMMAND --help lists the options)"
     everywhere = [f"  {option:<16} {text}" for option, text in OUTPUT_OPTIONS.items()]
     more = ["  --version        Print the versions of patchmix, torch, timm and CUDA."]
     more += ["  --print-completion {bash,zsh,fish}"]
-    return "\n".join([usage, "", title, "", *shown, "", "options of every command:", *everywhere, "", "also:", *more])
+    return "\n".join([usage, "", title, "", *chosen, "", "options of every command:", *everywhere, "", "also:", *more])
 
 
 def python_function(name: str) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from annotated_types import Ge, Gt, Interval
 from typing_extensions import TypeVar
 from tyro.conf import Positional, Suppress, arg
 
+from patchmix.data import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.methods.options import DISTILLATION, METHOD_OPTIONS, RENAMED, PatchMixOptions
 
 Options = TypeVar("Options", default=Any)
@@ -62,9 +63,9 @@ class ViewsConfig:
     local_crops: Annotated[int, Ge(0)] = 0  # Number of small crops (multi-crop).
     local_size: Count = 96  # Side of the small crops in pixels.
     local_area: tuple[float, float] = (0.05, 0.35)  # Share of the image that a small crop covers.
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    mean: tuple[float, ...] = IMAGENET_MEAN
     """Mean per channel, subtracted from the pixels (white is 1); empty for that of the initial weights or the data."""
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)  # Standard deviation per channel; empty likewise.
+    std: tuple[float, ...] = IMAGENET_STD  # Standard deviation per channel; empty likewise.
 
 
 @dataclass(frozen=True)
@@ -318,8 +319,9 @@ def _from_0_1(values: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()}
     for name, dropped in _DROPPED.items():
         section = values.get(name)
-        if isinstance(section, dict):
-            values[name] = {key: value for key, value in section.items() if dropped.get(key, ...) != value}
+        for key, only in dropped.items():
+            if isinstance(section, dict) and section.pop(key, only) != only:
+                raise ValueError(f"{name}.{key} was removed; it can only be {only}. Leave it out")
     method, train = values.get("method"), values.get("train")
     if isinstance(method, dict) and isinstance(method.get("options"), Mapping):
         method["options"] = {RENAMED.get(key, key): value for key, value in method["options"].items()}

@@ -15,10 +15,10 @@ from torch import nn
 import patchmix
 from patchmix import build, distributed
 from patchmix.config import Config, differences, from_dict, read_config, to_dict, to_yaml
+from patchmix.data import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.data.contract import Source
 from patchmix.data.decode import pixel_channels
 from patchmix.data.memory import mean_and_std
-from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.device import resolve_device
 from patchmix.evaluate.monitor import Guard, collapse_warning, guard_verdict
 from patchmix.evaluate.results import Result

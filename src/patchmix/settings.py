@@ -11,6 +11,7 @@ from annotated_types import Ge, Interval
 from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from patchmix.config import Above0, Config, Count, NonNegative, Options, Probability, Share
+from patchmix.methods.options import MixName
 
 Weights = Annotated[Positional[str], arg(metavar="WEIGHTS")]
 Data = Annotated[Positional[str], arg(metavar="DATA")]
@@ -322,7 +323,7 @@ class ShowMix:
 
     data: Data  # Images, as for pretrain.
     out: Path = Path("mix.png")  # A .png, .svg or .pdf; the target matrices are written to NAME-targets.
-    mix: str = "patchmix"  # Mix: patchmix, mixup, cutmix, cutmix+mixup, resizemix or regionswap.
+    mix: MixName = "patchmix"  # How images are mixed.
     num_mix: Count = 3  # Images per mix, M.
     patch_size: Count = 8  # Side of a patch in pixels of the picture.
     size: Count = 64  # Side of the center crop that is drawn.
@@ -340,16 +341,34 @@ class ShowCurves:
 
 
 @dataclass(frozen=True)
-class ShowSimilarity:
-    """Draw the similarity of some images according to one or several encoders (the paper's figure)."""
+class ShowMap:
+    """Draw the features in two dimensions (PCA), with thumbnails."""
 
     runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
-    data: str  # The images to compare.
+    data: str  # The images.
+    out: Path = Path("map.png")  # A .png, .svg or .pdf.
+    images: Count = 300  # Number of images of DATA to read at most.
+    device: str = "auto"  # Device: auto, cpu or cuda.
+
+
+@dataclass(frozen=True)
+class ShowSimilarity(ShowMap):
+    """Draw the similarity of some images according to one or several encoders (the paper's figure)."""
+
     out: Path = Path("similarity.png")  # A .png, .svg or .pdf.
+    images: Count = 1000  # Number of images of DATA to read at most.
     query: tuple[str, ...] = ()  # Paths or positions of query images; by default some of different classes.
     queries: Count = 3  # Number of queries, if none are given.
-    images: Count = 1000  # Number of images of DATA to read at most.
-    device: str = "auto"  # Device: auto, cpu or cuda.
+
+
+@dataclass(frozen=True)
+class ShowNeighbors(ShowSimilarity):
+    """Draw the nearest neighbors of some query images."""
+
+    out: Path = Path("neighbors.png")  # A .png, .svg or .pdf.
+    images: Count = 2000  # Number of images of DATA to read at most.
+    queries: Count = 5  # Number of queries, if none are given.
+    k: Count = 8  # Neighbors of each query.
 
 
 @dataclass(frozen=True)
@@ -364,7 +383,7 @@ class ShowAttention:
     images: Count = 3  # Number of images of DATA.
     position: tuple[int, ...] = ()  # Positions of images in DATA.
     size: Count | None = None  # Side of the input in pixels; a larger one gives finer maps.
-    device: str = "cpu"  # Device: cpu or cuda.
+    device: str = "auto"  # Device: auto, cpu or cuda.
 
 
 @dataclass(frozen=True)
@@ -374,31 +393,6 @@ class ShowPatches(ShowAttention):
     out: Path = Path("patches.png")  # A .png, .svg or .pdf.
     images: Count = 4  # Number of images of DATA.
     foreground: bool = False  # Color only the patches on one side of the first component, as in DINOv2's figure.
-
-
-@dataclass(frozen=True)
-class ShowNeighbors:
-    """Draw the nearest neighbors of some query images."""
-
-    runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
-    data: str  # The images to search.
-    out: Path = Path("neighbors.png")  # A .png, .svg or .pdf.
-    query: tuple[str, ...] = ()  # Paths or positions of query images; by default some of different classes.
-    queries: Count = 5  # Number of queries, if none are given.
-    k: Count = 8  # Neighbors of each query.
-    images: Count = 2000  # Number of images of DATA to read at most.
-    device: str = "auto"  # Device: auto, cpu or cuda.
-
-
-@dataclass(frozen=True)
-class ShowMap:
-    """Draw the features in two dimensions (PCA), with thumbnails."""
-
-    runs: Runs  # Run folders, encoder files, timm:NAME or hf://USER/NAME.
-    data: str  # The images.
-    out: Path = Path("map.png")  # A .png, .svg or .pdf.
-    images: Count = 300  # Number of images at most.
-    device: str = "auto"  # Device: auto, cpu or cuda.
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ PICTURE[:12, :8] = (200, 30, 40)
 PICTURE[:12, 8:] = (20, 180, 60)
 PICTURE[12:, :8] = (30, 50, 220)
 PICTURE[12:, 8:] = (240, 230, 90)
-GREY = np.linspace(0, 255, 24 * 16).astype(np.uint8).reshape(24, 16)
+GRAY = np.linspace(0, 255, 24 * 16).astype(np.uint8).reshape(24, 16)
 
 
 def encode(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -70,14 +70,14 @@ def test_lossy_rgb(kind: str, options: dict[str, object], monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "GIF", "JPEG"])
 def test_gray(kind: str) -> None:
-    data = encode(Image.fromarray(GREY), kind, **({"quality": 100} if kind == "JPEG" else {}))
-    close(decode(data, "x"), np.repeat(GREY[:, :, None], 3, 2), within=1 if kind == "JPEG" else 0)
+    data = encode(Image.fromarray(GRAY), kind, **({"quality": 100} if kind == "JPEG" else {}))
+    close(decode(data, "x"), np.repeat(GRAY[:, :, None], 3, 2), within=1 if kind == "JPEG" else 0)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "BMP"])
 def test_one_bit(kind: str) -> None:
-    bits = Image.fromarray(GREY > 127)
-    close(decode(encode(bits, kind), "x"), np.repeat(np.where(GREY > 127, 255, 0).astype(np.uint8)[:, :, None], 3, 2))
+    bits = Image.fromarray(GRAY > 127)
+    close(decode(encode(bits, kind), "x"), np.repeat(np.where(GRAY > 127, 255, 0).astype(np.uint8)[:, :, None], 3, 2))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
@@ -118,8 +118,8 @@ def test_rgb_with_a_transparent_color_is_laid_on_white() -> None:
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_16_bit_gray_keeps_its_high_byte(kind: str) -> None:
-    deep = (GREY.astype(np.uint16) << 8) + 77
-    close(decode(encode(Image.fromarray(deep), kind), "x"), np.repeat(GREY[:, :, None], 3, 2))
+    deep = (GRAY.astype(np.uint16) << 8) + 77
+    close(decode(encode(Image.fromarray(deep), kind), "x"), np.repeat(GRAY[:, :, None], 3, 2))
 
 
 def test_16_bit_color_keeps_its_high_byte() -> None:
@@ -132,8 +132,8 @@ def test_16_bit_color_keeps_its_high_byte() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 255.0])
 def test_float_tiff(scale: float) -> None:
-    image = Image.fromarray(GREY.astype(np.float32) / 255 * np.float32(scale))
-    close(decode(encode(image, "TIFF"), "x"), np.repeat(GREY[:, :, None], 3, 2))
+    image = Image.fromarray(GRAY.astype(np.float32) / 255 * np.float32(scale))
+    close(decode(encode(image, "TIFF"), "x"), np.repeat(GRAY[:, :, None], 3, 2))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "TIFF"])

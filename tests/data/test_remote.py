@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from filelock import FileLock
@@ -214,7 +215,6 @@ def test_one_process_at_a_time_makes_room(cache: Path) -> None:
 class TestFsspec:
     @pytest.fixture(autouse=True)
     def _memory(self) -> Iterator[None]:
-        fsspec = pytest.importorskip("fsspec")
         system = fsspec.filesystem("memory")
         for number in range(3):
             system.pipe_file(f"/bucket/train-{number}.tar", shard(number * 10, 10))
@@ -235,7 +235,7 @@ class TestFsspec:
         np.testing.assert_array_equal(source.load(0), IMAGES[50])
 
     def test_what_arrives_in_part_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        system = type(pytest.importorskip("fsspec").filesystem("memory"))
+        system = type(fsspec.filesystem("memory"))
         monkeypatch.setattr(system, "size", lambda self, path: 123_456)
         with pytest.raises(
             ValueError, match=r"train-0\.tar' cannot be fetched \(\d+ bytes arrived, not 123456; 4 tries"

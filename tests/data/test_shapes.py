@@ -7,7 +7,7 @@ import torch
 from patchmix.data.shapes import _OUTLINES, CLASSES, SIZE, _ground, draw_shapes, shapes_source
 
 
-def nearest_neighbour_accuracy(train: np.ndarray, test: np.ndarray, neighbors: int) -> float:
+def nearest_neighbor_accuracy(train: np.ndarray, test: np.ndarray, neighbors: int) -> float:
     """Share of test rows whose class (row number mod 10) wins the vote among the nearest training rows."""
     nearest = torch.cdist(torch.from_numpy(test), torch.from_numpy(train)).topk(neighbors, largest=False).indices
     votes = torch.nn.functional.one_hot(nearest % 10, 10).sum(1)
@@ -29,14 +29,14 @@ def test_an_image_depends_on_its_split_and_number_alone(train: np.ndarray) -> No
 def test_raw_pixels_do_not_solve_it(train: np.ndarray) -> None:
     test = draw_shapes("test", 1000)
     flat = [images.reshape(len(images), -1).astype(np.float32) for images in (train, test)]
-    accuracy = nearest_neighbour_accuracy(flat[0], flat[1], 5)
+    accuracy = nearest_neighbor_accuracy(flat[0], flat[1], 5)
     assert 0.1 < accuracy < 0.3
 
 
 def test_the_ground_says_nothing_about_the_class() -> None:
     """Nor does it tell images apart: all have the same mean."""
     ground = _ground("train", 5000).reshape(5000, -1)
-    assert nearest_neighbour_accuracy(ground[:4500], ground[4500:], 5) < 0.14
+    assert nearest_neighbor_accuracy(ground[:4500], ground[4500:], 5) < 0.14
     assert ground.mean(axis=1).std() < 3.0
 
 

@@ -15,6 +15,7 @@ from patchmix.data.contract import Source
 from patchmix.data.folder import FolderSource
 from patchmix.data.memory import InMemorySource
 from patchmix.data.sources import has_split, open_source
+from patchmix.files import cache_folder
 
 Write = Callable[..., Path]
 
@@ -69,10 +70,10 @@ class TestFolders:
             open_source(root, "test")
         assert open_source(root, class_folders=True).labels is None  # an image lies outside of the sub-folders
         (root / "3.png").unlink()
-        labelled = open_source(root, class_folders=True)
-        assert labelled.classes == ("cat", "dog")
-        assert labelled.labels is not None
-        assert labelled.labels.tolist() == [0, 1]
+        labeled = open_source(root, class_folders=True)
+        assert labeled.classes == ("cat", "dog")
+        assert labeled.labels is not None
+        assert labeled.labels.tolist() == [0, 1]
 
     @pytest.mark.parametrize("second", ["val", "test", "validation"])
     def test_with_splits_has_labels(self, tmp_path: Path, write_image: Write, second: str) -> None:
@@ -150,6 +151,7 @@ class TestCifar:
     def test_without_copy_and_network_the_remedy_is_named(self) -> None:
         with pytest.raises(ValueError, match=r"'cifar100' is not in .* cannot be downloaded .*cifar-100-python.tar.gz"):
             open_source("cifar100")
+        assert cache_folder("data").is_dir()  # where it would have been kept
 
     def test_a_damaged_copy_is_named(self, tmp_path: Path) -> None:
         (Path("data") / "cifar-10-batches-py").mkdir(parents=True)

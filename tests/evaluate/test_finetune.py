@@ -171,8 +171,9 @@ def test_layers_learn_more_slowly_the_deeper_they_lie(backbone: Backbone) -> Non
     assert not any(decayed[name] for name in ("pos_embed", "cls_token", "norm.weight", "blocks.0.attn.qkv.bias"))
 
 
-def test_the_average_follows_with_timms_warm_up(backbone: Backbone) -> None:
-    method = FinetuneMethod(classifier(backbone, 4), 4, Finetune("", ""))
+@pytest.mark.parametrize("highest", [0.99996, 0.4])
+def test_the_average_follows_with_timms_warm_up(backbone: Backbone, highest: float) -> None:
+    method = FinetuneMethod(classifier(backbone, 4), 4, Finetune("", "", ema_decay=highest))
     before = method.ema.module.head.weight.clone()
     weight = method.encoder.head.weight
     averages = [before]
@@ -181,7 +182,7 @@ def test_the_average_follows_with_timms_warm_up(backbone: Backbone) -> None:
             weight.add_(1.0)
         method.after_step(0.0)
         since = step - 1
-        decay = 0.0 if since <= 0 else 1 - (1 + since) ** (-2 / 3)
+        decay = 0.0 if since <= 0 else min(highest, 1 - (1 + since) ** (-2 / 3))
         averages.append(averages[-1] * decay + weight.detach() * (1 - decay))
         torch.testing.assert_close(method.ema.module.head.weight, averages[-1])
     assert method.steps == 3

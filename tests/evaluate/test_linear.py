@@ -15,7 +15,7 @@ from patchmix.evaluate import linear
 from patchmix.evaluate.linear import LinearMethod
 from patchmix.evaluate.protocol import top_accuracies, usual_batch
 from patchmix.evaluate.results import Result, read_results
-from patchmix.evaluate.sweep import GRID, Candidate, Score, best_of, fit_candidates, score, usual_epochs
+from patchmix.evaluate.sweep import GRID, Candidate, Metrics, best_of, fit_candidates, score, usual_epochs
 from patchmix.interop.backbone import Backbone
 from patchmix.settings import Linear
 
@@ -25,14 +25,14 @@ def evaluate(backbone: Backbone, data: str | Path, **options: Any) -> Result:
 
 
 def blobs(images: int, dim: int, classes: int, noise: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Classes around random centres, seen through a badly conditioned map, on different scales: (N, D), (N,)."""
+    """Classes around random centers, seen through a badly conditioned map, on different scales: (N, D), (N,)."""
     world = torch.Generator().manual_seed(1)
-    centres = torch.randn(classes, dim, generator=world)
+    centers = torch.randn(classes, dim, generator=world)
     rotation = torch.linalg.qr(torch.randn(dim, dim, generator=world)).Q
     squeeze = torch.logspace(0, -1.5, dim)[:, None] * rotation * torch.logspace(-1, 1, dim) + 0.0
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (images,), generator=generator)
-    vectors = centres[labels] + noise * torch.randn(images, dim, generator=generator)
+    vectors = centers[labels] + noise * torch.randn(images, dim, generator=generator)
     return vectors @ squeeze + 3.0, labels
 
 
@@ -97,7 +97,7 @@ def test_hostile_features() -> None:
 
 
 def test_the_best_candidate() -> None:
-    scores = [Score(0.5, 1.0, 0.1), Score(0.7, 1.0, 0.9), Score(0.7, 1.0, 0.8), Score(0.6, 1.0, 0.0)]
+    scores = [Metrics(0.5, 1.0, 0.1), Metrics(0.7, 1.0, 0.9), Metrics(0.7, 1.0, 0.8), Metrics(0.6, 1.0, 0.0)]
     assert best_of(scores) == 2
 
 
@@ -118,7 +118,7 @@ def test_the_fast_protocol_does_not_choose_on_the_test_images(
     scored: list[int] = []
     original = linear.sweep.score
 
-    def noted(models: object, vectors: Tensor, labels: Tensor) -> list[Score]:
+    def noted(models: object, vectors: Tensor, labels: Tensor) -> list[Metrics]:
         scored.append(len(vectors))
         return original(models, vectors, labels)  # type: ignore[arg-type]
 

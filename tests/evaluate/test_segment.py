@@ -30,8 +30,8 @@ from patchmix.evaluate.segment import (
     bootstrap,
     center_mask,
     count_pixels,
-    scores,
     segment,
+    segmentation_metrics,
 )
 from patchmix.interop.backbone import Backbone
 from patchmix.nn.vit import patch_tokens
@@ -118,7 +118,7 @@ def test_scores_are_those_of_a_confusion_matrix_and_of_scikit_learn(
     predicted = torch.cat([answer.flatten() for answer in answers]).numpy()
     counted = truth != IGNORED
     assert 0 < counted.sum() < len(truth)
-    found = {name: float(value) for name, value in scores(counts.sum(dim=0)).items()}
+    found = {name: float(value) for name, value in segmentation_metrics(counts.sum(dim=0)).items()}
     assert (found["miou"], found["pixel_accuracy"]) == pytest.approx(by_hand(truth, predicted, 3), abs=1e-12)
     assert found["miou"] == pytest.approx(jaccard_score(truth[counted], predicted[counted], average="macro"))
     assert found["pixel_accuracy"] == pytest.approx(accuracy_score(truth[counted], predicted[counted]))
@@ -128,7 +128,7 @@ def test_scores_are_those_of_a_confusion_matrix_and_of_scikit_learn(
 
 def test_a_class_that_neither_occurs_nor_is_predicted_does_not_count() -> None:
     counts = torch.tensor([[6, 0, 2], [8, 0, 2], [6, 0, 4]])
-    assert float(scores(counts)["miou"]) == pytest.approx((6 / 8 + 2 / 4) / 2)
+    assert float(segmentation_metrics(counts)["miou"]) == pytest.approx((6 / 8 + 2 / 4) / 2)
 
 
 def test_the_interval_is_that_of_images_drawn_with_replacement() -> None:
@@ -137,7 +137,7 @@ def test_the_interval_is_that_of_images_drawn_with_replacement() -> None:
     found = (truth * torch.rand(30, 1)).long()  # images differ much more than classes
     counts = torch.stack([found, truth, truth], dim=1)
     draws = torch.randint(30, (2000, 30))
-    plain = torch.stack([scores(counts[rows].sum(dim=0))["miou"] for rows in draws])
+    plain = torch.stack([segmentation_metrics(counts[rows].sum(dim=0))["miou"] for rows in draws])
     expected = torch.quantile(plain, torch.tensor([0.025, 0.975]).double())
     assert bootstrap(counts)["miou"] == pytest.approx(expected.tolist(), abs=0.01)
     low, high = bootstrap(counts.repeat(4, 1, 1))["miou"]

@@ -64,7 +64,7 @@ def test_pretrain_evaluate_draw_and_export(name: str, tmp_path: Path) -> None:
 
     backbone = run.load()
     source = open_source("shapes:64")
-    encoder, images = encoder_and_images(backbone, source, [0, 1], size=None, device="cpu")
+    encoder, images = encoder_and_images(backbone, source, [0, 1], size=None)
     with torch.no_grad():
         features = encoder(images)
         torch.testing.assert_close(class_tokens(encoder, images), features)  # the fast path, or timm's own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -443,6 +444,58 @@ def test_the_momentum_network_follows_the_cosine(name: str) -> None:
 def test_impossible_options(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(name, **options)
+
+
+# Another value of each option that has not the same in `ANOTHER`, and what it needs to matter.
+ANOTHER: dict[str, Any] = {
+    "mix": "cutmix", "num_mix": 2, "num_mix_stages": True, "mix_blocks": (2,), "temperature": 0.5, "region_weight": 1.0,
+    "mixed_ramp": 0.5, "directions": "shared", "plain_share": 0.5, "mixed_share": 0.5, "normalize_mix_to_mix": True,
+    "label_smoothing": 0.1, "mixed_query": 2, "momentum_encoder": False, "momentum": 0.5, "momentum_stages": 2,
+    "momentum_update": "before_keys", "head_hidden": 48, "head_out": 24, "frozen_patch_embed": False, "head_layers": 3,
+    "prototypes": 8, "epsilon": 0.1, "sinkhorn_iterations": 1, "freeze_prototypes": 0.5, "queue_length": 12,
+    "queue_start": 0.5, "student_temperature": 0.2, "teacher_temperature": (0.1, 0.1), "teacher_warmup": 0.9,
+    "center_momentum": 0.1, "freeze_last_layer": 0.5, "norm_last_layer": False, "head_bottleneck": 8,
+    "mask_probability": 1.0, "mask_ratio": (0.4, 0.6), "teacher_patch_temperature": (0.1, 0.1),
+    "center_patch_momentum": 0.1, "pasted_area": (0.4, 0.5), "region_sides": (0.5, 0.6),
+}  # fmt: skip
+NEEDS: dict[str, dict[str, Any]] = {
+    "num_mix_stages": {"num_mix": (2, 4)}, "queue_start": {"queue_length": 12}, "momentum_stages": {"momentum": 0.5},
+    "mask_ratio": {"mask_probability": 1.0}, "center_patch_momentum": {"mask_probability": 1.0},
+    "teacher_patch_temperature": {"mask_probability": 1.0},
+}  # fmt: skip
+OPTIONS = [
+    (name, each.name)
+    for name, options in METHOD_OPTIONS.items()
+    for each in dataclasses.fields(options)
+    if each.name != "mix_across"  # see test_mix_across.py
+]
+
+
+def losses(name: str, **options: Any) -> list[float]:
+    """Of some steps, spread over a training."""
+    method, found = make(name, **options), []
+    for progress in (0.0, 0.3, 0.6, 0.9):
+        method.before_step(progress)
+        loss = method(views(n=8))["loss"]
+        loss.backward()
+        fixed = {id(parameter) for parameter in method.fixed_parameters()}
+        with torch.no_grad():
+            for parameter in method.parameters():
+                if parameter.grad is not None and id(parameter) not in fixed:
+                    parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None
+        method.after_step(progress)
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_no_option_is_ignored(name: str, option: str) -> None:
+    needed = NEEDS.get(option, {})
+    weights = tuple(2.0 * value for value in getattr(METHOD_OPTIONS[name](), "weights", ()))
+    other = weights if option == "weights" else "mixup" if (name, option) == ("sdmp", "mix") else ANOTHER[option]
+    assert losses(name, **needed) == losses(name, **needed)
+    assert losses(name, **needed, **{option: other}) != losses(name, **needed)
 
 
 def test_a_mix_of_one_image_makes_patchmix_a_plain_contrast() -> None:

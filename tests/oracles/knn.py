@@ -18,12 +18,12 @@ def vote(
     def cosine(a: Vectors, b: Vectors) -> float:
         return float(a @ b) / (math.sqrt(float(a @ a)) * math.sqrt(float(b @ b)))
 
-    neighbours = [(cosine(image, query), label) for image, label in zip(bank, labels, strict=True)]
+    neighbors = [(cosine(image, query), label) for image, label in zip(bank, labels, strict=True)]
     if without is not None:
-        del neighbours[without]
-    neighbours.sort(key=lambda pair: -pair[0])
+        del neighbors[without]
+    neighbors.sort(key=lambda pair: -pair[0])
     votes: dict[int, float] = {}
-    for similarity, label in neighbours[:k]:
+    for similarity, label in neighbors[:k]:
         votes[label] = votes.get(label, 0.0) + math.exp(similarity / temperature)
     return votes
 

@@ -80,13 +80,13 @@ def swav(z: list[Tensor], prototypes: Tensor, tau: float, epsilon: float, iterat
     return total / terms
 
 
-def sharpened(t: list[float], centre: list[float], tau: float) -> list[float]:
-    return [math.exp(v) for v in log_softmax([(a - c) / tau for a, c in zip(t, centre, strict=True)])]
+def sharpened(t: list[float], center: list[float], tau: float) -> list[float]:
+    return [math.exp(v) for v in log_softmax([(a - c) / tau for a, c in zip(t, center, strict=True)])]
 
 
-def dino(s: list[Tensor], t: list[Tensor], centre: Tensor, tau_s: float, tau_t: float) -> float:
+def dino(s: list[Tensor], t: list[Tensor], center: Tensor, tau_s: float, tau_t: float) -> float:
     """Algorithm 1: H(t, s) of every pair of views but the same, averaged."""
-    c = [float(v) for v in centre]
+    c = [float(v) for v in center]
     total, terms = 0.0, 0
     for i, teacher in enumerate(t):
         for j, student in enumerate(s):
@@ -98,9 +98,9 @@ def dino(s: list[Tensor], t: list[Tensor], centre: Tensor, tau_s: float, tau_t: 
     return total / terms
 
 
-def masked_patches(s: Tensor, t: Tensor, mask: Tensor, centre: Tensor, tau_s: float, tau_t: float) -> float:
+def masked_patches(s: Tensor, t: Tensor, mask: Tensor, center: Tensor, tau_s: float, tau_t: float) -> float:
     """iBOT, Eq. 3 for one view: the mean over its masked patches, averaged over images. s, t: (N, T, K)."""
-    c = [float(v) for v in centre]
+    c = [float(v) for v in center]
     total = 0.0
     for i in range(len(s)):
         places = [j for j in range(s.shape[1]) if mask[i, j]]

@@ -49,9 +49,9 @@ def _along_rows(image: np.ndarray, target: int) -> np.ndarray:
     stretch = max(scale, 1.0)
     out = np.empty((image.shape[0], target, 3), np.uint8)
     for i in range(target):
-        centre = (i + 0.5) * scale
-        inside = range(max(0, int(centre - 2 * stretch + 0.5)), min(size, int(centre + 2 * stretch + 0.5)))
-        weights = np.array([_bicubic((x + 0.5 - centre) / stretch) for x in inside])
+        center = (i + 0.5) * scale
+        inside = range(max(0, int(center - 2 * stretch + 0.5)), min(size, int(center + 2 * stretch + 0.5)))
+        weights = np.array([_bicubic((x + 0.5 - center) / stretch) for x in inside])
         value = np.tensordot(weights / weights.sum(), image[:, inside.start : inside.stop].astype(float), (0, 1))
         out[:, i] = np.clip(np.floor(value + 0.5), 0, 255)
     return out

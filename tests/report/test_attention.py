@@ -79,7 +79,7 @@ def test_figure_has_a_map_for_each_head_of_each_run() -> None:
 
 def test_show_attention_of_a_run_and_its_mistakes(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.png"
-    (path,) = show_attention(ShowAttention((run, run), "shapes:64", out=out, images=1, size=64))
+    (path,) = show_attention(ShowAttention((run, run), "shapes:64", out=out, images=1, size=64, device="auto"))
     assert cv2.imread(str(path)).std() > 5  # not blank
     with pytest.raises(ValueError, match="multiple of its patch size 8"):
         show_attention(ShowAttention((run,), "shapes:64", out=out, size=33))

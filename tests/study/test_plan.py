@@ -135,7 +135,8 @@ def test_every_method_has_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     for method in METHODS:
         main(["plan", "imagenet", "--gpus", "2xL4-24GB", "--method", method, "--json"])
         found = json.loads(capsys.readouterr().out)
-        assert found["method"] == method and found["hours"] > 0 and found["memory"]["activations"] > 0
+        assert found["method"] == method and found["memory"]["activations"] > 0
+        assert found["hours"] == pytest.approx(found["flops"] / (2 * 121e12 * 0.2) / 3600)
         exchanged = {name for name, size in found["traffic"].items() if size}
         expected = set() if method in ("byol", "dino", "ibot") else {"keys"}
         assert exchanged == {"gradients", "statistics", *expected}

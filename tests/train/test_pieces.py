@@ -57,6 +57,8 @@ def test_decay_is_for_matrices_only() -> None:
     set_hyperparameters(optimizer, lr=0.3, weight_decay=0.2)
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.3, 0.2), (0.3, 0.0)]
     assert optimizer.defaults["fused"]
+    other = build_optimizer(module, betas=(0.8, 0.95), eps=1e-6).defaults
+    assert (other["betas"], other["eps"]) == ((0.8, 0.95), 1e-6)
 
 
 def test_decay_reaches_the_1d_parameters_that_are_matrices_in_the_authors_code() -> None:

@@ -25,6 +25,7 @@ from patchmix.data.python import PREFIX, given
 from patchmix.data.shapes import shapes_source
 from patchmix.data.shard_files import files_in, find_shards, names_shards, shards_in
 from patchmix.data.shards import open_shards
+from patchmix.files import cache_folder
 
 NAMES = ("shapes", "cifar10", "cifar100", "imagenet")
 FORMS = (
@@ -133,9 +134,10 @@ def _parquet_files(root: Path) -> dict[Split, list[str]]:
 
 
 def _data_roots() -> list[Path]:
-    """Where sets known by name are looked for, in this order: $PATCHMIX_DATA, ./data, ~/.cache/patchmix."""
+    """Where sets known by name are looked for, in this order: $PATCHMIX_DATA, ./data, the cache."""
     chosen = os.environ.get("PATCHMIX_DATA")
-    return [Path(root).expanduser() for root in ([chosen] if chosen else []) + ["data", "~/.cache/patchmix"]]
+    cache = cache_folder("data")  # version 0.1 kept them in its parent
+    return [*([Path(chosen).expanduser()] if chosen else []), Path("data"), cache.parent, cache]
 
 
 def _cifar_source(name: str, split: Split) -> InMemorySource:

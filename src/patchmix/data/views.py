@@ -16,13 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from patchmix.data import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.data import pixels as operations
 from patchmix.data.contract import Indices
 from patchmix.data.decode import Pixels, Reduced, is_rgb8, to_unit
 from patchmix.data.randomness import uniforms
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 
 Floats = npt.NDArray[np.float64]
 

@@ -131,7 +131,7 @@ class FinetuneMethod(protocol.SupervisedMethod):
     """A classifier that learns from mixed images, and its moving average."""
 
     encoder: VisionTransformer
-    scores = ("top1", "ema_top1")
+    tracked = ("top1", "ema_top1")
 
     def __init__(self, model: VisionTransformer, classes: int, settings: Finetune) -> None:
         super().__init__(model)

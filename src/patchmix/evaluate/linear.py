@@ -82,7 +82,7 @@ class LinearMethod(protocol.SupervisedMethod):
     """A linear layer that learns, behind an encoder that does not."""
 
     encoder: VisionTransformer
-    scores = ("top1",)
+    tracked = ("top1",)
 
     def __init__(self, encoder: VisionTransformer, classes: int, pool: Pool = "token") -> None:
         super().__init__(encoder.requires_grad_(False))
@@ -148,7 +148,7 @@ def _fast(train: Features, test: Features, *, epochs: int | None, **how: Any) ->
         chosen = sweep.best_of(scores)
         best, details = sweep.GRID[chosen], {"held_out_top1": scores[chosen].top1}
         record = {"candidates": len(scores), "chosen_on": f"{int(held.sum())} held-out training images"}
-    tested: dict[int, sweep.Score] = {}
+    tested: dict[int, sweep.Metrics] = {}
 
     def note(epoch: int, classifiers: sweep.Classifiers) -> None:
         assert test.labels is not None

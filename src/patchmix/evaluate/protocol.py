@@ -162,7 +162,7 @@ def encoder_name(backbone: Backbone) -> str:
 class SupervisedMethod(Method):
     """An encoder that learns with labels."""
 
-    scores: tuple[str, ...]  # the metrics whose best values are kept
+    tracked: tuple[str, ...]  # the metrics whose best values are kept
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def fit(
 
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         values, epoch = dict(evaluator(encoder)), method.steps / loader.steps_per_epoch
-        for name in method.scores if values else ():
+        for name in method.tracked if values else ():
             best[name] = max(best.get(name, [-1.0, 0.0]), [values[name], epoch], key=lambda pair: pair[0])
             values |= {f"best_{name}": best[name][0], f"best_{name}_epoch": best[name][1]}
         yield from values.items()

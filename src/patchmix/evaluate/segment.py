@@ -78,7 +78,7 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
         def evaluator(_: nn.Module) -> Iterator[tuple[str, float]]:
             if method.steps:  # an untrained layer needs no test
                 counts[:] = [count_pixels(method.encoder, task, view)]
-                yield from ((name, float(value)) for name, value in scores(counts[0].sum(dim=0)).items())
+                yield from ((name, float(value)) for name, value in segmentation_metrics(counts[0].sum(dim=0)).items())
 
         protocol = "segment-finetune" if settings.finetune else "segment"
         _, folder = task.fit(
@@ -128,7 +128,7 @@ class SegmentMethod(SupervisedMethod):
     """A segmenter that learns from masks; it is its own `encoder`, which is evaluated."""
 
     encoder: Segmenter
-    scores = ("miou",)
+    tracked = ("miou",)
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """batch: images (N, 3, H, W) and masks (N, H, W)."""
@@ -204,7 +204,7 @@ def count(truth: Tensor, predicted: Tensor, classes: int) -> Tensor:
     return torch.stack([torch.bincount(part, minlength=classes) for part in parts])
 
 
-def scores(counts: Tensor) -> dict[str, Tensor]:
+def segmentation_metrics(counts: Tensor) -> dict[str, Tensor]:
     """(…, 3, K) of `count_pixels` → mIoU over the classes that occur or are predicted, and pixel accuracy: (…)."""
     found, truth, predicted = counts.double().unbind(dim=-2)
     miou = (found / (truth + predicted - found)).nanmean(dim=-1)
@@ -216,7 +216,7 @@ def bootstrap(counts: Tensor) -> dict[str, tuple[float, float]]:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(counts), (DRAWN, len(counts)), generator=generator)
     weights = torch.stack([torch.bincount(row, minlength=len(counts)) for row in drawn]).double()
-    values = scores((weights @ counts.double().flatten(1)).view(DRAWN, *counts.shape[1:]))
+    values = segmentation_metrics((weights @ counts.double().flatten(1)).view(DRAWN, *counts.shape[1:]))
     limits = torch.tensor([0.025, 0.975], dtype=torch.float64)
     return {name: tuple(value.nanquantile(limits).tolist()) for name, value in values.items()}
 
@@ -224,7 +224,7 @@ def bootstrap(counts: Tensor) -> dict[str, tuple[float, float]]:
 def result_of(task: Task, protocol: str, counts: Tensor, record: dict[str, Any]) -> Result:
     """Scores with intervals, and name, pixels and IoU of each class that occurs. counts: (N, 3, K)."""
     assert task.data.test is not None and task.data.test.classes is not None
-    metrics = {name: float(value) for name, value in scores(counts.sum(dim=0)).items()}
+    metrics = {name: float(value) for name, value in segmentation_metrics(counts.sum(dim=0)).items()}
     columns = zip(task.data.test.classes, *counts.sum(dim=0).tolist(), strict=True)
     classes = [
         {"name": name, "pixels": truth, "iou": found / (truth + predicted - found)}

@@ -131,14 +131,14 @@ def _standardized(some: Tensor, candidates: int, classes: int, device: torch.dev
     )
 
 
-class Score(NamedTuple):
+class Metrics(NamedTuple):
     top1: float
     top5: float
     loss: float
 
 
 @torch.inference_mode()
-def score(models: Classifiers, vectors: Tensor, labels: Tensor) -> list[Score]:
+def score(models: Classifiers, vectors: Tensor, labels: Tensor) -> list[Metrics]:
     """Of each candidate on vectors (N, D) with labels (N,)."""
     candidates, classes = models.bias.shape
     sums = torch.zeros(3, candidates, dtype=torch.float64)
@@ -151,9 +151,9 @@ def score(models: Classifiers, vectors: Tensor, labels: Tensor) -> list[Score]:
         losses = F.cross_entropy(logits.transpose(1, 2), truth[:, None].expand(-1, candidates), reduction="none")
         found = torch.stack([hits[:, :, 0].double(), hits.any(dim=2).double(), losses.double()])  # (3, n, C)
         sums += found.sum(dim=1).cpu()
-    return [Score(*row) for row in (sums / max(1, len(vectors))).T.tolist()]
+    return [Metrics(*row) for row in (sums / max(1, len(vectors))).T.tolist()]
 
 
-def best_of(scores: Sequence[Score]) -> int:
+def best_of(scores: Sequence[Metrics]) -> int:
     """The most accurate candidate; of equally accurate ones, that of least loss."""
     return max(range(len(scores)), key=lambda i: (scores[i].top1, -scores[i].loss))

@@ -19,8 +19,9 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from patchmix.data import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.data.decode import Pixels, as_pixels, pixel_channels, read_image, to_rgb
-from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD, CenterCrop, as_channels, to_float
+from patchmix.data.views import CenterCrop, as_channels, to_float
 from patchmix.device import resolve_device
 from patchmix.files import replacing
 from patchmix.nn.tokens import class_tokens

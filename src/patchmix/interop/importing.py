@@ -19,7 +19,7 @@ from timm.models import eva, vision_transformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from patchmix.data.views import IMAGENET_MEAN, IMAGENET_STD
+from patchmix.data import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.files import check_absent
 from patchmix.interop.backbone import TIMM_ARGUMENTS, Architecture, Backbone, first_of
 from patchmix.interop.layouts import ENCODER_TENSOR, LAYOUTS, Which, detect, tensors_of

@@ -65,10 +65,10 @@ class IBOT(Method):
             whole, whole_patches = all_tokens(f, both)
             t, z_patch = g(whole).float(), g.embed(whole_patches)
             p = torch.softmax((t - self.center.value) / self.scalars["teacher_temperature"], dim=-1)
-            centered = g.scores(z_patch.flatten(0, 1)[places]).float() - self.center_patch.value
+            centered = g.logits(z_patch.flatten(0, 1)[places]).float() - self.center_patch.value
             p_masked = torch.softmax(centered / self.scalars["teacher_patch_temperature"], dim=-1)
             self.center.observe(t)
-            self.center_patch.observe(g.scores(z_patch.float().mean(dim=(0, 1), keepdim=True)))  # scores are linear
+            self.center_patch.observe(g.logits(z_patch.float().mean(dim=(0, 1), keepdim=True)))  # logits are linear
 
         terms, tau, chance = Terms(), self.options.student_temperature, math.log(t.shape[-1])
         cls = swapped_prediction(s, p.chunk(2), tau)  # Eq. 2

@@ -86,13 +86,13 @@ class PrototypeHead(nn.Module):
         return last_layer if self.frozen else []
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scores(self.embed(x))
+        return self.logits(self.embed(x))
 
     def embed(self, x: Tensor) -> Tensor:
         """(…, D) → (…, bottleneck), of unit length."""
         return F.normalize(self.mlp(x), dim=-1)
 
-    def scores(self, z: Tensor) -> Tensor:
+    def logits(self, z: Tensor) -> Tensor:
         """(…, bottleneck) → (…, K); linear in z."""
         weight = F.normalize(self.prototypes, dim=1)
         if self.lengths is not None:

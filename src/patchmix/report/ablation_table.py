@@ -91,7 +91,7 @@ ROWS = {
     ),
 }
 # Table "cifar", ViT-S/2 at 800 epochs.
-METHODS: dict[str, Paper] = {
+PAPER_METHODS: dict[str, Paper] = {
     "patchmix": FULL,
     "mocov3": (90.2, 89.1, 66.4, 62.3),
     "dino": (92.6, 91.8, 63.8, 60.6),
@@ -102,7 +102,7 @@ METHODS: dict[str, Paper] = {
 
 def rows_of(ablation: str, methods: Iterable[str]) -> tuple[AblationRow, ...]:
     """All rows of an ablation, in the table's order; `methods` are the names that can be compared."""
-    by_method = tuple(AblationRow(name, method=name, paper=METHODS.get(name)) for name in methods)
+    by_method = tuple(AblationRow(name, method=name, paper=PAPER_METHODS.get(name)) for name in methods)
     rows = {**ROWS, "method": by_method}
     check_known(ablation, rows, "ablation")
     return rows[ablation]
@@ -151,7 +151,7 @@ class AblationTable:
     runs: Sequence[AblationRun]
 
     @property
-    def scores(self) -> dict[str, str]:
+    def compared(self) -> dict[str, str]:
         """What is compared, with its name in tables."""
         return HEALTH if self.evaluated_on is None else PROTOCOLS
 
@@ -206,7 +206,7 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def columns(table: AblationTable) -> list[str]:
-    return ["row", "seeds", "images", "GF/image", "seconds", *table.scores.values()]
+    return ["row", "seeds", "images", "GF/image", "seconds", *table.compared.values()]
 
 
 def cells(table: AblationTable, row: AblationRow) -> list[str]:
@@ -215,7 +215,7 @@ def cells(table: AblationTable, row: AblationRow) -> list[str]:
     texts = [row.name, f"{numbers['seeds']} of {len(table.seeds)}{failed}"]
     for name, form, unit in (("images_seen", ",.0f", 1), ("flops_per_image", ".3g", 1e9), ("seconds", ",.0f", 1)):
         texts.append("–" if numbers[name] is None else format(numbers[name] / unit, form))
-    for key in table.scores:
+    for key in table.compared:
         score = table.score(row, key)
         if score is None:
             texts.append("–")
@@ -284,9 +284,9 @@ def markdown_table(head: Sequence[str], rows: Iterable[Iterable[str | None]]) ->
 @style()
 def ablation_figure(table: AblationTable) -> Figure:
     """A panel for each score, with the rows as points and their intervals."""
-    figure = Figure(figsize=(4.6 * len(table.scores), 0.32 * len(table.rows) + 1.4))
-    panels = figure.subplots(1, len(table.scores), sharey=True)
-    for axis, (key, name) in zip(panels, table.scores.items(), strict=True):
+    figure = Figure(figsize=(4.6 * len(table.compared), 0.32 * len(table.rows) + 1.4))
+    panels = figure.subplots(1, len(table.compared), sharey=True)
+    for axis, (key, name) in zip(panels, table.compared.items(), strict=True):
         axis.set_title(f"{name} of the features" if key in HEALTH else f"{name} accuracy (%)")
         for i, row in enumerate(table.rows):
             if score := table.score(row, key):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from patchmix.data.contract import Source
 from patchmix.data.views import as_channels, to_float
+from patchmix.device import resolve_device
 from patchmix.interop.backbone import Backbone
 from patchmix.nn.vit import check_blocks, patch_tokens
 from patchmix.report.gallery import crop_batch, find_image, load_all, open_images, spread
@@ -60,9 +61,10 @@ def encoder_and_images(
         raise ValueError(
             f"size is {size}; for {backbone.name} it must be a multiple of its patch size {shape.patch_size}"
         )
-    encoder = backbone.encoder(any_image_size=size != shape.image_size).to(device)
+    where = resolve_device(device)
+    encoder = backbone.encoder(any_image_size=size != shape.image_size).to(where)
     images = to_float(crop_batch(source, positions, size, pictures=False), backbone.mean, backbone.std)
-    return encoder, as_channels(images, shape.in_chans).to(device)
+    return encoder, as_channels(images, shape.in_chans).to(where)
 
 
 @torch.inference_mode()
@@ -150,16 +152,16 @@ def token_colors(tokens: Tensor, *, foreground: bool = False) -> Tensor:
     own. The black side is the one with more patches at the images' borders.
     """
     rows = tokens.flatten(0, 2).double()
-    shown = torch.ones(len(rows), dtype=torch.bool)
+    visible = torch.ones(len(rows), dtype=torch.bool)
     if foreground:
         positive = principal_components(rows, 1)[:, 0].view(tokens.shape[:3]) > 0
         border = torch.ones_like(positive)
         border[:, 1:-1, 1:-1] = False
-        shown = (positive ^ (positive[border].double().mean() > 0.5)).flatten()
-    components = principal_components(rows[shown], 3)
+        visible = (positive ^ (positive[border].double().mean() > 0.5)).flatten()
+    components = principal_components(rows[visible], 3)
     low, high = components.quantile(torch.tensor([0.01, 0.99]).double(), dim=0)
     colors = torch.zeros(len(rows), 3, dtype=torch.float64)
-    colors[shown, : components.shape[1]] = ((components - low) / (high - low).clamp_min(1e-12)).clamp(0, 1)
+    colors[visible, : components.shape[1]] = ((components - low) / (high - low).clamp_min(1e-12)).clamp(0, 1)
     return colors.view(*tokens.shape[:3], 3)
 
 

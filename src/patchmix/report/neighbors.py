@@ -220,8 +220,8 @@ def map_figure(gallery: Gallery, rows: Sequence[int], *, most: int | None = None
         axis.set(title=name, xticks=[], yticks=[])
         axis.margins(0.06)
         axis.grid(False)
-    told_apart = classes[: len(COLORS) * len(LINES)]
-    handles = [Patch(facecolor="none", label=gallery.name_of(label), **frames[label]) for label in told_apart]
+    named = classes[: len(COLORS) * len(LINES)]
+    handles = [Patch(facecolor="none", label=gallery.name_of(label), **frames[label]) for label in named]
     if handles:
         figure.legend(handles=handles, loc="lower center", ncols=min(6, len(handles)), fontsize=7)
     figure.suptitle(title)

@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from cycler import cycler
+from matplotlib.rcsetup import cycler
 
 mpl.use("Agg")
 

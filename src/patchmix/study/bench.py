@@ -108,9 +108,9 @@ def measure_speed(config: Config, steps: int) -> dict[str, Any]:
 
         waited, began = 0.0, time.perf_counter()
         for _ in range(steps):
-            asked = time.perf_counter()
+            waiting_since = time.perf_counter()
             *_, batch = itertools.islice(batches, plan.accumulate)
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - waiting_since
             step.views = prepare(batch.to(device))
             step()
         wait = waited / (time.perf_counter() - began)

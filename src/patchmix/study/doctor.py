@@ -124,8 +124,8 @@ def memory() -> Iterator[Finding]:
         fine = policy == "always" or (policy == "madvise" and can_ask_for_huge_pages())
         wanted = "madvise" if policy == "never" else "always"
         remedy = f"as root: echo {wanted} > /sys/kernel/mm/transparent_hugepage/enabled"
-        asked = "; commands that compute ask for them" if policy == "madvise" and fine else ""
-        yield check(fine, "huge pages", policy + asked, remedy)
+        note = "; commands that compute ask for them" if policy == "madvise" and fine else ""
+        yield check(fine, "huge pages", policy + note, remedy)
 
 
 def storage(runs: Path) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from patchmix import distributed
 from patchmix.build import build_weightless
 from patchmix.config import Config, check_known
+from patchmix.device import autocast_dtype, resolve_device
 from patchmix.recipes import PAPER_ROWS
 from patchmix.settings import Plan
 from patchmix.study.flops import config_flops, iteration, shape_of
@@ -120,7 +121,11 @@ def estimate(settings: Plan[Any]) -> dict[str, Any]:
     crops, side = config.views.local_crops, shape_of(config.model).image_size
     pixels = 2 * side**2 + crops * config.views.local_size**2
     view_seconds = BYTE_SECONDS * size + VIEW_SECONDS * (2 + crops) + PIXEL_SECONDS * pixels  # of one image
-    low = config.train.precision == "bf16" or (config.train.precision == "auto" and bool(settings.gpus))
+    precision = config.train.precision
+    if settings.here:
+        low = autocast_dtype(resolve_device(config.runtime.device), precision) is not None
+    else:
+        low = precision == "bf16" or (precision == "auto" and bool(settings.gpus))
     plain: dict[str, Any] = {"low": low, "recompute": False, "several": devices > 1}
     recomputing, room = plain | {"recompute": True}, USABLE * device.memory_gb * 1e9
     traffic = traffic_of(config, n, devices, low=low)

@@ -107,8 +107,8 @@ def test_regions_are_pooled_where_they_are() -> None:
     """Maps that hold their own x, y and stride: what is pooled is the region itself, at the stride for its size."""
     levels = {}
     for level, stride in enumerate((4, 8, 16, 32)):
-        centres = (torch.arange(1024 // stride) + 0.5) * stride
-        x, y = torch.meshgrid(centres, centres, indexing="xy")
+        centers = (torch.arange(1024 // stride) + 0.5) * stride
+        x, y = torch.meshgrid(centers, centers, indexing="xy")
         levels[str(level)] = torch.stack([x, y, torch.full_like(x, stride)])[None].repeat(2, 1, 1, 1)
         levels[str(level)][1] += 2000
     boxes = [
@@ -133,10 +133,13 @@ def test_the_encoders_weights_arrive(encoder_file: Backbone) -> None:
 
 
 def test_one_channel_encoders_work() -> None:
-    grey = Architecture("vit_tiny_patch16_32", 32, 16, 1, 24, 4, 3)
-    detector = build_detector(grey, 2, SMALL).eval()
+    gray = Architecture("vit_tiny_patch16_32", 32, 16, 1, 24, 4, 3)
+    detector = build_detector(gray, 2, SMALL).eval()
+    image = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
-        detector(torch.randn(1, 3, 64, 64), [(64, 64)])
+        (found,) = detector(image, [(64, 64)])
+        (same,) = detector(image.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1), [(64, 64)])
+    assert found["boxes"].shape[1] == 4 and torch.allclose(found["boxes"], same["boxes"], atol=1e-3)
 
 
 def test_patches_are_resampled(encoder_file: Backbone) -> None:

@@ -167,7 +167,7 @@ class DetectMethod(protocol.SupervisedMethod):
     """A detector that learns from images with objects. Its `encoder`, which is evaluated, is the whole detector."""
 
     encoder: Detector
-    scores = ("box_ap", "mask_ap")
+    tracked = ("box_ap", "mask_ap")
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """batch: images (N, 3, S, S), visible sizes, targets. The loss is the sum of torchvision's five."""

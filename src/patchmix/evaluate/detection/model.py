@@ -51,13 +51,13 @@ class Detector(nn.Module):
     four, with layer norms.
     """
 
-    def __init__(self, backbone: Pyramid, classes: int, *, shape: Shape, rois_per_image: int = 512) -> None:
+    def __init__(self, pyramid: Pyramid, classes: int, *, shape: Shape, rois_per_image: int = 512) -> None:
         super().__init__()
         channels, head_dim = shape.channels, shape.head_dim
         sizes = tuple((shape.smallest_anchor * 2**level,) for level in range(5))
         anchors = AnchorGenerator(sizes, aspect_ratios=((0.5, 1.0, 2.0),) * 5)
         parts = MaskRCNN(
-            backbone,
+            pyramid,
             rpn_anchor_generator=anchors,
             rpn_head=RPNHead(channels, anchors.num_anchors_per_location()[0], conv_depth=2),
             box_head=FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [head_dim], norm_layer=LayerNorm2d),
@@ -70,7 +70,7 @@ class Detector(nn.Module):
         for layer, std in ((predictor.cls_score, 0.01), (predictor.bbox_pred, 0.001)):
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
-        self.backbone = backbone
+        self.backbone = pyramid  # as in torchvision's detectors
         self.rpn: Any = parts.rpn
         self.roi_heads: Any = parts.roi_heads
         # 224 px at 1024 px, where the smallest anchor is 32
@@ -143,8 +143,8 @@ def build_detector(
     if encoder_weights is not None:
         encoder.load_state_dict(fitted(encoder_weights, encoder))
     options = {"channels": shape.channels, "window": shape.window, "global_blocks": shape.global_blocks}
-    backbone = Pyramid(encoder, **options, recompute=recompute)
-    return Detector(backbone, classes, shape=shape, rois_per_image=rois_per_image)
+    pyramid = Pyramid(encoder, **options, recompute=recompute)
+    return Detector(pyramid, classes, shape=shape, rois_per_image=rois_per_image)
 
 
 @dataclass(frozen=True)
