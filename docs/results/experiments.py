@@ -41,7 +41,7 @@ VIEWS = {  # in the order of what they tell
     "crops and flips": "--jitter 0 --gray 0",
 }
 
-WITHOUT = {  # `fast` with one change
+WITHOUT = {  # `fast` with a change
     "fast": "",
     "patch stem": "--stem patch",
     "AdamW": "--optim adamw",
@@ -53,7 +53,11 @@ WITHOUT = {  # `fast` with one change
     "patch 4": "--patch-size 4",
     "crops from a fifth": "--area 0.2 1",
     "small images first": "--image-sizes 24 32",
+    "smaller images first": "--image-sizes 16 24 32",
     "mimetic": "--initialization mimetic",
+    "small images first, mimetic": "--image-sizes 24 32 --initialization mimetic",
+    "mocov3": MOCO,
+    "mocov3, small images first": f"{MOCO} --image-sizes 24 32",
 }
 
 
