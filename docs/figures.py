@@ -10,6 +10,7 @@ import csv
 import statistics
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,12 +21,12 @@ from patchmix.build import build_method
 from patchmix.data.sources import open_source
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.report.ablation_table import over_seeds
-from patchmix.report.curves import show_curves
+from patchmix.report.curves import PANELS, curves_figure, read_history
 from patchmix.report.figures import show_mix
 from patchmix.report.gallery import crop_batch
 from patchmix.report.style import COLORS, MATRIX, style, write
 from patchmix.run import Run
-from patchmix.settings import ShowCurves, ShowMix
+from patchmix.settings import ShowMix
 from patchmix.train.checkpoint import load_checkpoint
 
 DOCS = Path(__file__).parent
@@ -105,10 +106,17 @@ def show_predictions(run: Run) -> None:
     write({IMAGES / "predictions.png": figure})
 
 
+def show_losses(run: Path) -> None:
+    """The part of `patchmix show curves` that is about the losses."""
+    history = read_history(run)
+    rows = [{key: value for key, value in row.items() if key not in PANELS} for row in history.rows]
+    write({IMAGES / "curves.png": curves_figure([replace(history, rows=rows)])})
+
+
 def main(run: Path, photos: str) -> None:
     show_views()
     show_mix(ShowMix(photos, IMAGES / "mix.png", num_mix=3, patch_size=16, size=96, images=6, seed=3))
-    show_curves(ShowCurves((str(run),), IMAGES / "curves.png"))
+    show_losses(run)
     show_predictions(Run(run))
 
 
