@@ -446,7 +446,7 @@ def test_impossible_options(name: str, options: dict[str, Any], message: str) ->
         make(name, **options)
 
 
-# Another value of each option that has not the same in `ANOTHER`, and what it needs to matter.
+# Another value of each option; and for some, what else must be set before they matter.
 ANOTHER: dict[str, Any] = {
     "mix": "cutmix", "num_mix": 2, "num_mix_stages": True, "mix_blocks": (2,), "temperature": 0.5, "region_weight": 1.0,
     "mixed_ramp": 0.5, "directions": "shared", "plain_share": 0.5, "mixed_share": 0.5, "normalize_mix_to_mix": True,

@@ -139,7 +139,8 @@ def test_one_channel_encoders_work() -> None:
     with torch.no_grad():
         (found,) = detector(image, [(64, 64)])
         (same,) = detector(image.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1), [(64, 64)])
-    assert found["boxes"].shape[1] == 4 and torch.allclose(found["boxes"], same["boxes"], atol=1e-3)
+    assert len(found["boxes"]) > 0
+    torch.testing.assert_close(found["boxes"], same["boxes"], rtol=0, atol=1e-3)
 
 
 def test_patches_are_resampled(encoder_file: Backbone) -> None:
