@@ -64,7 +64,7 @@ class PatchMixMethod(Method):
     def forward(self, views: Sequence[Tensor], drawn: Sequence[Mixed] = ()) -> dict[str, Tensor]:
         """views: two of (N, C, H, W), then any number of smaller local crops; drawn: of `draw`."""
         x1, x2, *crops = self.in_order(views)
-        mix1, mix2, *mixed = drawn or self.draw(views)[0]
+        mix1, mix2, *mixed_crops = drawn or self.draw(views)[0]  # lines 5 and 6
         oto, mto, mtm = self.options.weights  # a batch that only terms of weight 0 need is not computed
         region, directions = self.options.region_weight, self.options.directions
         shared, symmetric = directions == "shared", directions == "symmetric"
@@ -76,58 +76,45 @@ class PatchMixMethod(Method):
             mix1.images if mtm and symmetric else None,
             mix2.images if mtm else None,
         )
-        terms = Terms(self.options.temperature)
-        self.add_contrasts(terms, (x1, z2) if shared else (x2, z1), (mix1, z2), (mix2, z_mix2))
+        contrasts = [(x1, z2, mix1, z2, mix2, z_mix2) if shared else (x2, z1, mix1, z2, mix2, z_mix2)]
         if symmetric:
-            self.add_contrasts(terms, (x1, z2), (mix2, z1), (mix1, z_mix1))
+            contrasts += [(x1, z2, mix2, z1, mix1, z_mix1)]
+
+        terms = Terms(self.options.temperature)
+        same = torch.eye(len(mix1.share), device=x1.device)
+        y_oto = smooth(self.targets(same), self.options.label_smoothing)
+        plain_rows = spread(self.options.plain_share, len(x1), x1.device)
+        mixed_rows = spread(self.options.mixed_share, len(x1), x1.device)
+        for x, z, mixed, z_origin, other, z_mix in contrasts:
+            images = mixed.images[mixed_rows]
+            batches = x[plain_rows] if oto else None, images if (mto or mtm) and not region else None
+            projected = project(batches, self.encoder, self.projector)
+            h, h_mix = (self.predictor(each) if len(each) else each for each in projected)  # line 8
+            if reuse:
+                z_origin = distributed.gather(projected[0].detach())
+            if region:
+                assert mixed.groups is not None
+                h_mix, h_region = self.region_queries(images, mixed.groups)
+                of_groups = [same.roll(m, dims=1) for m in range(len(mixed.groups))]  # group m of i is of u(i, m)
+            if oto:  # line 10, Eq. 15
+                terms.add("oto", oto, (h, z), target=y_oto[plain_rows])
+            if mto:  # Eq. 13
+                terms.add("mto", mto * self.ramp, (h_mix, z_origin), target=self.targets(mixed.share)[mixed_rows])
+            if mtm:  # line 7, Eqs. 12 and 14
+                y_mtm = overlap(mixed.share, other.share)
+                y_mtm = y_mtm / y_mtm.sum(dim=1, keepdim=True) if self.options.normalize_mix_to_mix else y_mtm
+                terms.add("mtm", mtm * self.ramp, (h_mix, z_mix), target=self.targets(y_mtm)[mixed_rows])
+            if region:
+                y_region = torch.cat([self.targets(y)[mixed_rows] for y in of_groups])
+                terms.add("region", region * self.ramp, (h_region, z_origin), target=y_region)
+
         if crops:
-            y_oto = self.targets(torch.eye(len(mix1.share), device=x1.device)).repeat(len(crops), 1)
-            y_mto = torch.cat([self.targets(crop.share) for crop in mixed])
-            h, h_mix = self.queries(torch.cat(crops), torch.cat([crop.images for crop in mixed]))
+            y_mto = torch.cat([self.targets(crop.share) for crop in mixed_crops])
+            h, h_mix = self.queries(torch.cat(crops), torch.cat([crop.images for crop in mixed_crops]))
             for z in [z2] if shared else [z1, z2]:
-                terms.add("local", 1.0, (h, z), target=smooth(y_oto, self.options.label_smoothing))
+                terms.add("local", 1.0, (h, z), target=y_oto.repeat(len(crops), 1))
                 terms.add("mixlocal", self.ramp, (h_mix, z), target=y_mto)
         return terms.total()  # Eq. 16
-
-    def add_contrasts(
-        self, terms: Terms, plain: tuple[Tensor, Tensor], mix1: tuple[Mixed, Tensor], mix2: tuple[Mixed, Tensor]
-    ) -> None:
-        """Computes the queries of one direction and adds their contrasts.
-
-        plain: images, and the keys of their other view. mix1: the mixed images to make queries of, and the keys of
-        their originals' other view; if empty, these are the projections of the plain images. mix2: that other view
-        mixed, and its keys.
-        """
-        (x, z), (mixed, z_origin), (other, z_mix) = plain, mix1, mix2
-        oto, mto, mtm = self.options.weights
-        region = self.options.region_weight
-        plain_rows = spread(self.options.plain_share, len(x), x.device)
-        mixed_rows = spread(self.options.mixed_share, len(x), x.device)
-        x, images = x[plain_rows], mixed.images[mixed_rows]
-        batches = x if oto else None, images if (mto or mtm) and not region else None
-        projected = project(batches, self.encoder, self.projector)
-        h, h_mix = (self.predictor(z) if len(z) else z for z in projected)  # line 8
-        if not len(z_origin) and (mto or region):
-            z_origin = distributed.gather(projected[0].detach())
-        if region:
-            assert mixed.groups is not None
-            h_mix, h_region = self.region_queries(images, mixed.groups)
-
-        same = torch.eye(len(mixed.share), device=x.device)
-        y_oto = smooth(self.targets(same), self.options.label_smoothing)
-        y_mto, y_mtm = mixed.share, overlap(mixed.share, other.share)  # line 7: ω of Eq. 12
-        if self.options.normalize_mix_to_mix:
-            y_mtm = y_mtm / y_mtm.sum(dim=1, keepdim=True)
-        if oto:  # line 10
-            terms.add("oto", oto, (h, z), target=y_oto[plain_rows])  # Eq. 15
-        if mto:
-            terms.add("mto", mto * self.ramp, (h_mix, z_origin), target=self.targets(y_mto)[mixed_rows])  # Eq. 13
-        if mtm:
-            terms.add("mtm", mtm * self.ramp, (h_mix, z_mix), target=self.targets(y_mtm)[mixed_rows])  # Eq. 14
-        if region:
-            groups = range(len(h_region) // len(images))  # group m comes from original u(i, m)
-            y_region = torch.cat([self.targets(same.roll(m, dims=1))[mixed_rows] for m in groups])
-            terms.add("region", region * self.ramp, (h_region, z_origin), target=y_region)
 
     def mixed(self, mix: Mix, x: Tensor) -> Mixed:
         """This process's mixed images, and the share: (N, N) within the process, (K, K) across all processes."""
