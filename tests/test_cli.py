@@ -54,7 +54,11 @@ TINY = [
         (["shapes", "--out", "OUT", "--recipe", "demo", "--device", "cuda"], "torch sees no GPU"),
         (
             ["shapes", "--out", "OUT", "--recipe", "demo", "--views", "gpu"],
-            "invalid choice 'gpu' for argument '--views'. Expected one of ('cpu', 'device')",
+            "--views is 'gpu'; it must be one of cpu, device; ",
+        ),
+        (
+            ["shapes", "--out", "OUT", "--mix", "patchmx"],
+            "cutmix+mixup, resizemix, regionswap; did you mean 'patchmix'?",
         ),
     ],
 )

@@ -20,7 +20,7 @@ import tyro
 
 from patchmix import __version__
 from patchmix import settings as s
-from patchmix.config import Config, check_known, check_precision, flat, from_dict, to_dict, validate
+from patchmix.config import Config, check_known, check_precision, did_you_mean, flat, from_dict, to_dict, validate
 from patchmix.progress import OUTPUT
 from patchmix.recipes import start
 
@@ -304,6 +304,10 @@ def _tyro(cls: Any, args: list[str], prog: str, default: Any = None) -> Any:
         if missing := re.search(r"Missing from [^:]+: (\S+)", text):
             raise ValueError(f"{missing[1]} is missing; {prog} --help lists the options") from None
         reason = re.split(r"For full helptext|Argument helptext", text)[0].strip()
+        if choice := re.match(r"invalid choice '(.*)' for argument '(--\S+)'\. Expected one of \((.*)\)", reason):
+            known = re.findall(r"'([^']+)'", choice[3])
+            reason = f"{choice[2]} is {choice[1]!r}; it must be one of {', '.join(known)}"
+            reason += f"; {hint}" if (hint := did_you_mean(choice[1], known)) else ""
         raise ValueError(f"{reason} ({prog} --help)") from None
 
 

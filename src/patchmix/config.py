@@ -14,7 +14,7 @@ import json
 import operator
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal
@@ -350,7 +350,8 @@ def validate(cls: type[S], values: Mapping[str, Any]) -> S:
             raise ValueError(f"{key} is missing; give it as {key}=…") from None
         rules = dict.fromkeys(each["msg"] for each in (first, *others) if _key(values, each["loc"]) == key)
         rule = " or ".join(text.removeprefix("Input should be ") for text in rules)
-        raise ValueError(f"{key} is {first['input']!r}; it must be {rule}") from None
+        hint = did_you_mean(first["input"], re.findall(r"'([^']+)'", rule))
+        raise ValueError(f"{key} is {first['input']!r}; it must be {rule}{hint and f'; {hint}'}") from None
 
 
 @functools.cache
@@ -374,10 +375,15 @@ def check_known(key: str, known: Iterable[str], kind: str) -> None:
     """A ValueError that names the nearest right key, if `key` is not a known one."""
     known = list(known)
     if key not in known:
-        near = [name for name in known if key in name.split("_")]
-        near = near or difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        hint = did_you_mean(key, known) or f"known: {', '.join(known)}"
         raise ValueError(f"unknown {kind} {key!r}; {hint}")
+
+
+def did_you_mean(value: Any, known: Sequence[str]) -> str:
+    """A question that names the nearest of the known values; empty where none is near."""
+    near = [name for name in known if value in name.split("_")]
+    near = near or difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def _check_keys(values: Any, known: Mapping[str, Any], path: str = "") -> None:

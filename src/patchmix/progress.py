@@ -5,6 +5,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 OUTPUT = "PATCHMIX_OUTPUT"  # environment variable: quiet or verbose
 _QUIET_SECONDS = 1.0  # what takes less needs no line
@@ -18,6 +23,21 @@ def is_verbose() -> bool:
     return os.environ.get(OUTPUT) == "verbose"
 
 
+def new_bar(console: "Console") -> "Progress":
+    """The layout of every bar: how far, time so far and to go, and what it is about."""
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
+
+
 @contextmanager
 def progress_bar(
     what: str, total: int | None, wanted: bool = True, unit: str = "images"
@@ -26,14 +46,13 @@ def progress_bar(
 
     total: None where it is not known in advance. Of several processes only the first shows anything.
     """
+    what = what if total is None else f"{what}: {total} {unit}"
     if not wanted or is_quiet() or os.environ.get("RANK", "0") != "0":
         yield lambda count: None
     elif sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with new_bar(Console(stderr=True)) as bar:
             task = bar.add_task(what, total=total)
             yield lambda count: bar.advance(task, count)
     else:
@@ -45,6 +64,6 @@ def progress_bar(
             done += count
             if not printed and done != total and time.monotonic() - start > _QUIET_SECONDS:
                 printed = True
-                print(what if total is None else f"{what}: {total} {unit}", file=sys.stderr, flush=True)
+                print(what, file=sys.stderr, flush=True)
 
         yield advance

@@ -133,7 +133,7 @@ def test_a_bar_is_shown_at_a_terminal(
     with progress_bar("features of x", total) as advance:
         advance(10)
     out, err = capsys.readouterr()
-    assert out == "" and "features of x" in err
+    assert out == "" and ("features of x: 10 images" if total else "features of x") in err
 
 
 @pytest.mark.parametrize(("total", "line"), [(10, "features of x: 10 images\n"), (None, "features of x\n"), (5, "")])

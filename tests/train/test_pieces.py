@@ -195,7 +195,7 @@ def test_a_silent_log_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     log = RunLog(None)
     log.record("train", 1, {"loss": 1.0})
     log.say("nothing")
-    log.show_progress(0.5, "nothing")
+    log.show_progress(0.5, "nothing", remaining=1.0)
     log.close()
     assert capsys.readouterr().out == ""
 

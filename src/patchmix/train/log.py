@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.text import Text
 
 from patchmix.files import write_text
-from patchmix.progress import is_quiet, is_verbose
+from patchmix.progress import is_quiet, is_verbose, new_bar
 
 SECONDS_BETWEEN_LINES = 10.0  # on a console that is not a terminal
 
@@ -99,21 +99,20 @@ class RunLog:
             return
         self.console.print(Text(line, style=style or ""), soft_wrap=True)
 
-    def show_progress(self, fraction: float, line: str, *, final: bool = False) -> None:
-        """Moves the bar on a terminal; elsewhere prints the line occasionally."""
+    def show_progress(self, fraction: float, line: str, *, remaining: float, final: bool = False) -> None:
+        """Moves the bar on a terminal; elsewhere prints the line occasionally, with the seconds that remain."""
         if self.folder is None or is_quiet():
             return
         if self.console.is_terminal and not is_verbose():
             if self._progress is None:
-                columns = BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
-                text = TextColumn("{task.description}")
-                self._progress = Progress(*columns, text, console=self.console, transient=True)
+                self._progress = new_bar(self.console)
                 self._task = self._progress.add_task("", total=1.0)
                 self._progress.start()
             self._progress.update(self._task, completed=fraction, description=line)
         elif final or is_verbose() or time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            self.say(f"{100 * fraction:5.1f} %  {line}")
+            minutes, seconds = divmod(round(remaining), 60)
+            self.say(f"{100 * fraction:5.1f} %  {line}  ETA {minutes}:{seconds:02d}")
 
     def close(self) -> None:
         if self._progress is not None:

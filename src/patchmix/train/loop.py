@@ -128,7 +128,8 @@ def train(
                 values = {"epoch": step / loader.steps_per_epoch, "progress": progress, **losses}
                 values |= {"lr": lr, "weight_decay": weight_decay, **method.scalars, **timing}
                 log.record("train", step, values)
-                log.show_progress(progress, _line(values, losses, plan, clock.remaining(progress)), final=done)
+                line = _line(values, losses, plan)
+                log.show_progress(progress, line, remaining=clock.remaining(progress), final=done)
 
             if _every(plan.monitor_every, step, loader.steps_per_epoch) and not done:
                 monitor()
@@ -292,9 +293,8 @@ def _agree(wanted: bool, step: int, device: torch.device) -> bool:
     return step % STEPS_BETWEEN_AGREEMENTS == 0 and distributed.any_process(wanted, device)
 
 
-def _line(values: dict[str, float], losses: dict[str, float], plan: Plan, eta: float) -> str:
+def _line(values: dict[str, float], losses: dict[str, float], plan: Plan) -> str:
     terms = "  ".join(f"{name} {value:.3f}" for name, value in losses.items() if "/" not in name)
-    minutes, seconds = divmod(round(eta), 60)
     of = f"/{plan.epochs:g}" if plan.budget_seconds is None else ""
     speed = f"{values['images_per_second']:.0f} img/s  data wait {100 * values['data_wait']:.0f} %"
-    return f"epoch {values['epoch']:.2f}{of}  {terms}  lr {values['lr']:.2e}  {speed}  ETA {minutes}:{seconds:02d}"
+    return f"epoch {values['epoch']:.2f}{of}  {terms}  lr {values['lr']:.2e}  {speed}"
