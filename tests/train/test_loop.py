@@ -226,8 +226,13 @@ def test_the_last_evaluation_ends_within_the_budget(tmp_path: Path, monkeypatch:
         clock.now += 0.3
         yield "value", 1.0
 
-    run(Toy(), tmp_path, Slow(), budget_seconds=1.5, epochs=1000, evaluators=[evaluate])
+    how = {"budget_seconds": 1.5, "epochs": 1000, "evaluators": [evaluate]}
+    run(Toy(), tmp_path, Slow(), **how)
     assert 1.46 <= clock.now - 1000.0 <= 1.5 + 1e-6
+
+    state = load_checkpoint(tmp_path / "checkpoints" / "last")
+    run(Toy(), tmp_path, Slow(), **how, resume_from=state)  # it is done
+    assert load_checkpoint(tmp_path / "checkpoints" / "last")["step"] == state["step"]
 
 
 def test_every_pass_draws_its_own_numbers() -> None:

@@ -102,8 +102,9 @@ def train(
     def save() -> None:
         watch.check()
         state = {"method": method.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        writer.save({**state, "seconds": clock.spent(), **(extra_state or {})}, step)
+        writer.save({**state, "seconds": clock.spent(progress), **(extra_state or {})}, step)
 
+    progress = 0.0
     if step == 0:
         monitor()
 

@@ -37,8 +37,10 @@ class Clock:
         self._began = self._previous = time.monotonic()
         self._slowest = 0.0
 
-    def spent(self) -> float:
-        return self._before + time.monotonic() - self._began
+    def spent(self, progress: float = 0.0) -> float:
+        """Seconds of training. A run that is done has used up its budget: it takes no more steps if it is resumed."""
+        spent = self._before + time.monotonic() - self._began
+        return max(spent, self.budget or 0.0) if progress >= 1.0 else spent
 
     def progress(self, step: int, device: torch.device) -> float:
         if self.budget is None:
