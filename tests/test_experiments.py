@@ -27,7 +27,7 @@ def experiments() -> Any:
 
 
 @pytest.mark.parametrize(
-    "group", ["views", "speed", "without", "methods", "mixes", "flips", "small", "labels", "hour", "day"]
+    "group", ["views", "speed", "without", "methods", "mixes", "flips", "small", "labels", "hour", "long"]
 )
 def test_every_training_is_a_known_one(experiments: Any, group: str) -> None:
     seen = set()
