@@ -231,3 +231,12 @@ def test_a_real_run_and_folders_that_are_none(
             main(["doctor", str(folder)])
         error = capsys.readouterr().err
         assert stop.value.code == 2 and error.count("\n") == 1 and message in error
+
+
+def test_an_untrained_network_is_not_called_collapsed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rank=lambda p: 1.2)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
+    early = [row for row in rows if row["kind"] == "train" or row["step"] == 0]  # --monitor-every 0, before the end
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in early))
+    assert any(row["kind"] == "monitor" for row in early)
+    assert "features" not in {finding.what for finding in examine_run(run)}

@@ -169,7 +169,7 @@ def examine_run(folder: Path) -> list[Finding]:
 
 
 def representation(config: Config, steps: Rows, evaluations: Rows) -> Iterator[Finding]:
-    if evaluations:
+    if evaluations and evaluations[-1]["step"]:  # an untrained network looks collapsed
         values, names = evaluations[-1], {**MEASURES, "mean_cosine": "mean cosine"}
         found = ", ".join(f"{names[key]} {values[key]:.3g}" for key in names if values.get(key) is not None)
         collapsed = collapse_warning(values)
