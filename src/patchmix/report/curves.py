@@ -158,5 +158,5 @@ def _draw_panel(place: Axes, panel: dict[str, Any], names: Sequence[str], axis: 
                 place.plot(xs, levels, dashes, color=shade, label=label, linewidth=1.0)
                 drawn.append(ends)
     if len(place.get_legend_handles_labels()[0]) > 1:
-        below_chance: Any = {"loc": "upper right", "bbox_to_anchor": (1.0, 0.93)}  # where no falling loss is
-        place.legend(fontsize=7, **below_chance if drawn else {})
+        above_floor: Any = {"loc": "lower left", "bbox_to_anchor": (0.0, 0.07)}  # where no falling loss is
+        place.legend(fontsize=7, **above_floor if drawn else {})
