@@ -51,13 +51,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class DataSet:
-    name: str
-    labeled: Labeled | None
-    masked: Labeled | None
-
-
-@dataclass(frozen=True)
 class Score:
     """A cell of the table."""
 
@@ -89,13 +82,12 @@ def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
     channels = {entry.backbone.architecture.in_chans for entry in entries}
     if len({pixel_channels(count) for count in channels}) > 1:
         raise ValueError(f"the encoders take {' and '.join(map(str, sorted(channels)))} channels; evaluate them apart")
-    sets = [open_set(name, settings, min(channels)) for name in settings.data]
+    sets = {name: open_set(name, settings, min(channels)) for name in settings.data}
     scores: list[Score] = []
     with run_lock(settings.out):
-        known = read_results(settings.out)
-        for data in sets:
+        for name, data in sets.items():
             for entry in entries:
-                scores += evaluate_one(settings, entry, data, known, device, console)
+                scores += evaluate_one(settings, entry, name, data, device, console)
         console.print(as_table(scores, settings))
         paths = write_files(scores, settings)
     console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True)
@@ -139,33 +131,33 @@ def untrained(source: str, backbone: Backbone) -> Backbone:
     return replace(backbone, weights=encoder.state_dict(), origin={}, name=UNTRAINED)
 
 
-def open_set(name: str, settings: Evaluate, in_chans: int) -> DataSet:
-    """Labeled images, images with masks, or both: a folder with masks may have classes below images/."""
-    images, masked = Path(name) / "images", None
+def open_set(name: str, settings: Evaluate, in_chans: int) -> dict[str, Labeled]:
+    """Labeled images and images with masks, by protocol: a folder with masks may have classes below images/."""
+    images, found = Path(name) / "images", dict[str, Labeled]()
     if has_masks(Path(name)):
-        masked = open_masks(Path(name), ignored=settings.ignore_index, in_chans=in_chans)
+        found["segment"] = open_masks(Path(name), ignored=settings.ignore_index, in_chans=in_chans)
         if not images.is_dir() or open_source(images, "train", class_folders=True, cache_bytes=0).labels is None:
-            return DataSet(name, None, masked)
-    labeled = open_labeled(images if masked else name, in_chans=in_chans).with_test()
+            return found
+    labeled = open_labeled(images if found else name, in_chans=in_chans).with_test()
     if "few-shot" in (settings.protocols or TITLES):  # finds a class with too few images before the long part
         few_labels(labeled.train, shots=settings.shots, fraction=None, seed=settings.seed, draw=0)
-    return DataSet(name, labeled, masked)
+    return found | {protocol: labeled for protocol in TITLES if protocol != "segment"}
 
 
 def evaluate_one(
-    settings: Evaluate, entry: Entry, data: DataSet, known: Sequence[Result], device: torch.device, console: Console
+    settings: Evaluate, entry: Entry, name: str, data: dict[str, Labeled], device: torch.device, console: Console
 ) -> list[Score]:
     """The scores of one encoder on one dataset, by all protocols that apply; what is not known is evaluated."""
-    pixels, memory = entry.digest == RAW_PIXELS, dict[Path, Features]()
+    known, pixels, memory = read_results(settings.out), entry.digest == RAW_PIXELS, dict[Path, Features]()
     pool: Any = "pixels" if pixels else "token"
     seed: dict[str, Any] = {"seed": settings.seed}
     few: dict[str, Any] = seed | {"shots": settings.shots, "draws": settings.draws}
     quick: dict[str, Any] = {"protocol": "fast", "workers": settings.workers}
-    fast = partial(Linear, "", data.name, **quick)
-    masks = Segment("", Path(data.name), ignore_index=settings.ignore_index, **seed, **quick)
+    fast = partial(Linear, "", name, **quick)
+    masks = Segment("", Path(name), ignore_index=settings.ignore_index, **seed, **quick)
     # What to run, the protocol's name in results, and settings that a known result must have.
     jobs: dict[str, tuple[Any, Callable[[Task], Result], str, dict[str, Any]]] = {
-        "knn": (Knn("", data.name, pool=pool, workers=settings.workers), knn_of, "knn", {"temperature": TEMPERATURE}),
+        "knn": (Knn("", name, pool=pool, workers=settings.workers), knn_of, "knn", {"temperature": TEMPERATURE}),
         "linear": (fast(pool=pool, **seed), linear_of, "linear-fast", seed),
         "few-shot": (fast(pool=pool, **few), linear_of, f"linear-fast@{settings.shots}-shot", few),
         "attentive": (fast(pool="attentive", **seed), linear_of, "attentive", seed),
@@ -174,8 +166,8 @@ def evaluate_one(
     found: dict[str, Result] = {}
     missing: dict[str, Task] = {}
     wanted: dict[str, tuple[Any, list[str]]] = {}  # by fingerprint: protocols share images
-    for protocol, (own, _, name, needed) in jobs.items():
-        labeled = data.masked if protocol == "segment" else data.labeled
+    for protocol, (own, _, kept_as, needed) in jobs.items():
+        labeled = data.get(protocol)
         tokens = protocol in ("attentive", "segment")  # which pixels don't have
         if labeled is None or protocol not in (settings.protocols or TITLES) or (pixels and tokens):
             continue
@@ -185,8 +177,8 @@ def evaluate_one(
             each.images if isinstance(each, Masked) else each for each in (labeled.train, labeled.test)
         ]
         if tokens and max(map(extractor.patch_bytes, sources)) > MOST_BYTES:
-            console.print(f"{data.name} has too many patch tokens for {protocol}; it is skipped", soft_wrap=True)
-        elif result := known_result(known, name, labeled.fingerprint(), task.digest, extractor.record() | needed):
+            console.print(f"{name} has too many patch tokens for {protocol}; it is skipped", soft_wrap=True)
+        elif result := known_result(known, kept_as, labeled.fingerprint(), task.digest, extractor.record() | needed):
             found[protocol] = result
         else:
             missing[protocol] = task
@@ -195,9 +187,9 @@ def evaluate_one(
     for source, pools in wanted.values():
         next(iter(missing.values())).extractor().all_features(source, list(dict.fromkeys(pools)))
     for protocol, task in missing.items():
-        console.print(f"{entry.name} on {data.name}: {title(protocol, settings)}", style="dim", soft_wrap=True)
+        console.print(f"{entry.name} on {name}: {title(protocol, settings)}", style="dim", soft_wrap=True)
         found[protocol] = jobs[protocol][1](task)
-    return [Score(data.name, entry, each, found[each]) for each in TITLES if each in found]
+    return [Score(name, entry, each, found[each]) for each in TITLES if each in found]
 
 
 def title(protocol: str, settings: Evaluate) -> str:

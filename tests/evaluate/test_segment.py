@@ -444,5 +444,6 @@ def test_the_fast_protocol_on_scenes(scenes: Path, backbone: Backbone) -> None:
     )
     assert result.metrics["pixel_accuracy"] > share + 0.05  # better than background everywhere
     assert evaluate(backbone, scenes, protocol="fast", epochs=None).metrics == result.metrics
+    assert evaluate(backbone, scenes, protocol="fast", epochs=0.4).settings["epochs"] == 1.0  # as many as were trained
     with pytest.raises(ValueError, match="the fast protocol learns from stored tokens of the last block; leave out"):
         evaluate(backbone, scenes, protocol="fast", blocks=(0, -1))

@@ -66,17 +66,16 @@ def fit(
         probe = AttentiveProbe(some.mean(dim=0), scale, heads, classes).to(device)
     optimizer = torch.optim.AdamW(probe.parameters(), lr=lr, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(seed)
-    done, total = 0, epochs * math.ceil(len(rows) / _BATCH)
+    total = epochs * math.ceil(len(rows) / _BATCH)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / total)))
     with progress_bar("attentive probe", total, unit="steps") as advance:
         for _ in range(epochs):
             for chosen in rows[torch.randperm(len(rows), generator=generator)].split(_BATCH):  # type: ignore[no-untyped-call]
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / total))
                 loss = F.cross_entropy(probe(tokens[chosen].to(device)), labels[chosen].to(device))
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
-                done += 1
+                schedule.step()
                 advance(1)
     return probe
 

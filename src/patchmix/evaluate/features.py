@@ -86,6 +86,11 @@ class FeatureExtractor:
         self.resize = self.resize or usual_resize(self.image_size)
         self._digest = self.backbone.digest()
 
+    def how(self) -> dict[str, Any]:
+        """How `extract` is to prepare images."""
+        normalization = {"mean": self.backbone.mean, "std": self.backbone.std}
+        return {"image_size": self.image_size, "resize": self.resize, **normalization}
+
     def record(self) -> dict[str, Any]:
         """What a result says about how images became features."""
         return {"layer": LAYERS[self.pool], "image_size": self.image_size, "resize": self.resize}
@@ -96,8 +101,7 @@ class FeatureExtractor:
 
     def patch_bytes(self, source: Source) -> int:
         """What the patch tokens of all images need in memory."""
-        shape = self.backbone.architecture
-        return 2 * len(source) * (shape.image_size // shape.patch_size) ** 2 * shape.dim
+        return 2 * len(source) * self.backbone.architecture.patches * self.backbone.architecture.dim
 
     def all_features(self, source: Source, pools: Sequence[str]) -> dict[str, Features]:
         """Features of several pools (see `pooled_all`): those that are not stored are computed in one pass."""
@@ -106,26 +110,22 @@ class FeatureExtractor:
                 f"the patch tokens of the {len(source):,} images of {source.name} take {size / 2**30:.0f} GB, at most "
                 f"{MOST_BYTES >> 30} GB are held; give fewer images, or use --pool mean"
             )
-        how: dict[str, Any] = {"image_size": self.image_size, "resize": self.resize}
-        how |= {"mean": self.backbone.mean, "std": self.backbone.std}
-        paths, found = {}, {}
+        paths, found = {}, dict[str, Features]()
         for pool in pools:
             # The number of heads shows in the architecture, but in no weight.
             whose = [] if pool == "pixels" else [self._digest, repr(self.backbone.architecture)]
-            key = json.dumps([_VERSION, *whose, source.fingerprint(), how | {"pool": pool}], sort_keys=True).encode()
-            paths[pool] = cache_folder("features") / f"{hashlib.sha256(key).hexdigest()[:40]}.safetensors"
-            if (kept := (self.memory or {}).get(paths[pool])) is not None:
-                kept = Features.of(source, kept.vectors, kept.indices)
-            elif self.cache:
-                kept = _load(paths[pool], source)
+            key = [_VERSION, *whose, source.fingerprint(), self.how() | {"pool": pool}]
+            digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+            paths[pool] = cache_folder("features") / f"{digest[:40]}.safetensors"
+            kept = (self.memory or {}).get(paths[pool]) or (_load(paths[pool]) if self.cache else None)
             # All processes read, or all compute: a home folder need not be shared between machines.
             if not distributed.any_process(kept is None, self.device):
                 assert kept is not None
-                found[pool] = kept
+                found[pool] = Features.of(source, kept.vectors, kept.indices)  # others may know no labels
         if missing := [pool for pool in pools if pool not in found]:
             encoder = self.backbone.encoder().to(self.device)
-            how |= {"device": self.device, "workers": self.workers}
-            for pool, features in extract_all(encoder, source, missing, **how, progress=True).items():
+            how: dict[str, Any] = {**self.how(), "device": self.device, "workers": self.workers, "progress": True}
+            for pool, features in extract_all(encoder, source, missing, **how).items():
                 check_finite(features.vectors, source.name)
                 if self.cache and distributed.is_main():
                     _keep(paths[pool], features)
@@ -224,10 +224,8 @@ def usual_resize(image_size: int) -> int:
 
 def check_finite(vectors: Tensor, whose: str) -> None:
     """A ValueError where a feature is NaN or infinite: its similarities would mean nothing."""
-    if bool(torch.isfinite(vectors.sum(dtype=torch.float64))):  # one number that is not would show in the sum
-        return
-    rows = torch.isfinite(vectors).flatten(1).all(dim=1).logical_not().nonzero().flatten()
-    if len(rows):
+    if not bool(torch.isfinite(vectors.sum(dtype=torch.float64))):  # one number that is not shows in the sum
+        rows = torch.isfinite(vectors).flatten(1).all(dim=1).logical_not().nonzero().flatten()
         raise ValueError(
             f"{whose}: the features of {len(rows)} of {len(vectors)} images are NaN or infinite (the first: image "
             f"{int(rows[0])}); the encoder's weights are broken, use an earlier checkpoint"
@@ -243,15 +241,15 @@ def _keep(path: Path, features: Features) -> None:
         warnings.warn(f"features are not kept: {path.parent} can't be written ({error.strerror})", stacklevel=2)
 
 
-def _load(path: Path, source: Source) -> Features | None:
-    """What `_keep` wrote, or None where it is missing or incomplete."""
+def _load(path: Path) -> Features | None:
+    """What `_keep` wrote, without labels, or None where it is missing or incomplete."""
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError):
         return None
     with contextlib.suppress(OSError):  # a cache that others own
         os.utime(path)  # used now
-    return Features.of(source, **tensors)
+    return Features(**tensors, labels=None)
 
 
 def embed(settings: Embed) -> list[Path]:

@@ -158,19 +158,18 @@ class FinetuneMethod(protocol.SupervisedMethod):
 
 
 def _train(method: FinetuneMethod, task: protocol.Task, record: dict[str, Any]) -> tuple[dict[str, float], Path | None]:
-    mean, std, shape = task.backbone.mean, task.backbone.std, task.backbone.architecture
-    size, seed, test = shape.image_size, record["seed"], task.data.test
+    size, seed, test = record["image_size"], record["seed"], task.data.test
     erase = Erasing(record["erasing"], seed=seed)
-    how: dict[str, Any] = {"image_size": size, "resize": record["resize"], "mean": mean, "std": std}
-    how |= {"device": task.device, "workers": task.settings.workers}
+    how: dict[str, Any] = {**task.extractor().how(), "device": task.device, "workers": task.settings.workers}
     assert test is not None
     augmentation: Transform = Views([View(size, CROP_AREA, jitter=0.0, gray=0.0, blur=0.0)], seed=seed)
     if record["rand_augment"] is not None:
-        augmentation = TimmAugmentation(size, rand_augment=record["rand_augment"], mean=mean, seed=seed)
+        augmentation = TimmAugmentation(size, rand_augment=record["rand_augment"], mean=task.backbone.mean, seed=seed)
 
     def prepare(batch: Batch) -> tuple[Tensor, Tensor]:
         images, labels = task.prepare(batch)
-        return as_channels(erase(images, epoch=batch.epoch, indices=batch.indices), shape.in_chans), labels
+        images = erase(images, epoch=batch.epoch, indices=batch.indices)
+        return as_channels(images, task.backbone.architecture.in_chans), labels
 
     def evaluator(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         for prefix, network in (("", encoder), ("ema_", method.ema.module)):

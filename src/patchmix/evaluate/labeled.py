@@ -33,8 +33,7 @@ class Labeled:
         """The same where there is a test part; else a fifth of each class's training images becomes it."""
         if self.test is not None:
             return self
-        assert self.train.labels is not None
-        held = held_out(self.train.labels, HELD_OUT)
+        held = held_out(_labels_of(self.train), HELD_OUT)
         test = Part(self.train, np.flatnonzero(held), name=f"{self.train.name}, held out")
         return Labeled(Part(self.train, np.flatnonzero(~held)), test, self.classes, "a fifth held out")
 

@@ -31,8 +31,6 @@ _LAYOUTS = (  # images and masks of a split
     ("images", "annotations/trimaps"),  # Pets, divided by two lists
     ("images", "masks"),
 )
-_COCO = ("panoptic", "instances")
-_LISTS = ("annotations/trainval.txt", "annotations/test.txt")
 
 
 class Masked(Part):
@@ -123,8 +121,9 @@ def _open_folders(data: Path, test: str | None, channels: int) -> tuple[Masked, 
             continue
         train = _paired(*found[0], channels=channels)
         if "{}" not in layout[0]:
-            lists = [data / file for file in _LISTS]
-            return (_listed(train, lists[0]), _listed(train, lists[1])) if lists[1].is_file() else (train, None)
+            if not (file := data / "annotations/test.txt").is_file():
+                return train, None
+            return _listed(train, file.with_name("trainval.txt")), _listed(train, file)
         held = _folders(data, layout, (test, *_TEST) if test else _TEST)
         if test and test not in held:
             raise ValueError(f"{data} has no split {test!r} with images and masks; it has {', '.join(held) or 'none'}")
@@ -200,7 +199,8 @@ def in_threads(function: Callable[[int], T], indices: Indices, title: str) -> It
 
 
 def _coco_kind(data: Path) -> str | None:
-    return next((kind for kind in _COCO if (data / f"annotations/{kind}_train2017.json").is_file()), None)
+    kinds = ("panoptic", "instances")
+    return next((kind for kind in kinds if (data / f"annotations/{kind}_train2017.json").is_file()), None)
 
 
 def _open_coco(data: Path, kind: str, test: str) -> list[Masked]:

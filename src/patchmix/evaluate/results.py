@@ -84,8 +84,6 @@ class Result:
 
 def wilson(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95 % score interval of a share of `count` trials; never leaves 0…1, right for small counts too."""
-    if count < 1:
-        return 0.0, 1.0
     z2 = _Z95 * _Z95 / count
     center = (share + z2 / 2) / (1 + z2)
     half = _Z95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count)) / (1 + z2)

@@ -23,6 +23,7 @@ from patchmix.data.views import DRAWS, CenterCrop, View, as_channels, draw_param
 from patchmix.device import autocast_dtype
 from patchmix.evaluate import sweep
 from patchmix.evaluate.detection.detect import color, write_picture
+from patchmix.evaluate.labeled import Subset
 from patchmix.evaluate.masks import IGNORED, Mask, Masked, in_threads
 from patchmix.evaluate.protocol import SupervisedMethod, Task, map_images, open_task, recorded
 from patchmix.evaluate.results import Result
@@ -259,8 +260,8 @@ def segment_fast_of(task: Task) -> Result:
 
     labels = torch.cat(list(in_threads(patch_labels, places[0], f"masks of {train.name}"))).long()
     rows = (labels != IGNORED).nonzero().flatten()
-    epochs = round(settings.epochs or -(-FAST_STEPS // max(1, len(rows) // sweep.BATCH)))
-    how: dict[str, Any] = {"classes": classes, "epochs": max(1, epochs), "seed": settings.seed, "device": task.device}
+    epochs = max(1, round(settings.epochs or -(-FAST_STEPS // max(1, len(rows) // sweep.BATCH))))
+    how: dict[str, Any] = {"classes": classes, "epochs": epochs, "seed": settings.seed, "device": task.device}
     layer = sweep.fit_candidates(tokens.flatten(0, 1), labels, [FAST], rows=rows, **how)
 
     truths = in_threads(lambda index: center_mask(test.mask(index), crop), places[1], f"masks of {test.name}")
@@ -288,7 +289,7 @@ def center_mask(mask: Mask, crop: CenterCrop) -> Mask:
 def save_pictures(folder: Path, model: Segmenter, task: Task, view: WholeView, count: int) -> None:
     """Image, truth and prediction of some test images, evenly spread, as PNG files."""
     model.eval()
-    for index in np.linspace(0, len(view.source) - 1, min(count, len(view.source))).round().astype(np.int64).tolist():
+    for index in Subset(view.source, count).positions.tolist():
         image = view.source.load(index)
         views = [torch.from_numpy(array) for array in view([image], epoch=0, indices=np.array([index]))]
         masks = [views[1][0].numpy(), predict(model, task, views).cpu().numpy()]

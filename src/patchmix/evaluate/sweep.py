@@ -28,12 +28,17 @@ _LEAST_STEPS = 600  # small sets get more epochs
 _LEAST_EPOCHS = 12
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """`lr` is relative: the step along an axis is lr / (the features' variance along it + decay)."""
 
     lr: float
     decay: float
+
+
+class Metrics(NamedTuple):
+    top1: float
+    top5: float
+    loss: float
 
 
 GRID = [Candidate(lr, decay) for lr in (0.03, 0.1, 0.3, 1.0) for decay in (0.0, 1e-5, 1e-4, 1e-3, 1e-2)]
@@ -131,12 +136,6 @@ def _standardized(some: Tensor, candidates: int, classes: int, device: torch.dev
     )
 
 
-class Metrics(NamedTuple):
-    top1: float
-    top5: float
-    loss: float
-
-
 @torch.inference_mode()
 def score(models: Classifiers, vectors: Tensor, labels: Tensor) -> list[Metrics]:
     """Of each candidate on vectors (N, D) with labels (N,)."""
@@ -151,7 +150,7 @@ def score(models: Classifiers, vectors: Tensor, labels: Tensor) -> list[Metrics]
         losses = F.cross_entropy(logits.transpose(1, 2), truth[:, None].expand(-1, candidates), reduction="none")
         found = torch.stack([hits[:, :, 0].double(), hits.any(dim=2).double(), losses.double()])  # (3, n, C)
         sums += found.sum(dim=1).cpu()
-    return [Metrics(*row) for row in (sums / max(1, len(vectors))).T.tolist()]
+    return [Metrics(*row) for row in (sums / len(vectors)).T.tolist()]
 
 
 def best_of(scores: Sequence[Metrics]) -> int:
