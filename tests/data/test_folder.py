@@ -54,6 +54,7 @@ def test_links_are_followed_once_and_loops_end(tmp_path: Path, write_image: Writ
     (root / "z" / "up").symlink_to(root / "z")
     (outside / "back").symlink_to(root)
     (root / "self").symlink_to(root / "self")
+    (root / "self.png").symlink_to(root / "self.png")
     (root / "gone.png").symlink_to(tmp_path / "nowhere.png")
     (root / "file.png").symlink_to(outside / "2.png")
     assert list_images(root) == [b"a_link/2.png", b"file.png", b"z/1.png"]

@@ -1,9 +1,11 @@
 """Images in a folder, nested in any way; the first level below a split's folder may be its classes."""
 
 import hashlib
+import heapq
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,6 @@ class FolderSource(EncodedSource):
         self.labels = None if classes is None else _label(paths, classes, root)
         # One block that forked workers share: a list would be copied as its reference counts change.
         self._paths: Any = pa.array(paths, pa.large_binary())
-        self._fingerprint: str | None = None
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -56,15 +57,17 @@ class FolderSource(EncodedSource):
         return str(self._paths[index].as_py(), "utf-8", "backslashreplace")  # a name need not be UTF-8
 
     def fingerprint(self) -> str:
-        if self._fingerprint is None:
-            digest = hashlib.sha256(b"folder\0")
-            for index in range(len(self)):
-                size = -1
-                with suppress(OSError):  # vanished or unreadable: its name still counts
-                    size = self._path(index).stat().st_size
-                digest.update(self._paths[index].as_py() + b"\0%d\0" % size)
-            self._fingerprint = digest.hexdigest()[:32]
         return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(b"folder\0")
+        for index in range(len(self)):
+            size = -1
+            with suppress(OSError):  # vanished or unreadable: its name still counts
+                size = self._path(index).stat().st_size
+            digest.update(self._paths[index].as_py() + b"\0%d\0" % size)
+        return digest.hexdigest()[:32]
 
 
 def list_images(root: Path) -> list[bytes]:
@@ -74,16 +77,11 @@ def list_images(root: Path) -> list[bytes]:
     after all others, and a folder is entered once: loops end.
     """
     found: list[bytes] = []
-    arrays: list[bytes] = []
-    links: list[bytes] = []
-    pending = [b""]
+    pending = [(False, b"")]  # folders: whether behind a link, and the path
     entered: set[tuple[int, int]] = set()
     with progress_bar(f"listing {root}", None) as advance:
-        while pending or links:
-            if not pending:
-                pending.append(min(links))
-                links.remove(pending[0])
-            relative, before = pending.pop(), len(found)
+        while pending:
+            (_, relative), before = heapq.heappop(pending), len(found)
             folder = os.path.join(os.fsencode(root), relative)  # noqa: PTH118 (Path has no bytes)
             status = os.stat(folder)  # noqa: PTH116
             if (status.st_dev, status.st_ino) in entered:
@@ -93,14 +91,15 @@ def list_images(root: Path) -> list[bytes]:
                 path = os.path.join(relative, entry.name)  # noqa: PTH118
                 if entry.name.startswith(b"."):
                     continue
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(path)
-                elif entry.name.lower().endswith((*_SUFFIXES, b".npy")) and entry.is_file():
-                    (arrays if entry.name.lower().endswith(b".npy") else found).append(path)
-                elif entry.is_symlink() and os.path.isdir(entry.path):  # noqa: PTH112
-                    links.append(path)
+                try:
+                    if entry.is_dir():
+                        heapq.heappush(pending, (entry.is_symlink(), path))
+                    elif entry.name.lower().endswith((*_SUFFIXES, b".npy")) and entry.is_file():
+                        found.append(path)
+                except OSError:  # a link to itself
+                    continue
             advance(len(found) - before)
-    return sorted(found or arrays)
+    return sorted([path for path in found if not path.lower().endswith(b".npy")] or found)
 
 
 def class_names(root: Path) -> tuple[str, ...] | None:
@@ -113,11 +112,10 @@ def class_names(root: Path) -> tuple[str, ...] | None:
 
 def _label(paths: list[bytes], classes: tuple[str, ...], root: Path) -> Labels:
     number = {os.fsencode(name): label for label, name in enumerate(classes)}
-    folders = [path.partition(b"/")[0] for path in paths]
-    for folder in folders:
-        if folder not in number:
-            raise ValueError(
-                f"{os.fsdecode(folder)!r} in {str(root)!r} is not one of the {len(classes)} class folders of the "
-                "training split; move or remove it"
-            )
-    return np.array([number[folder] for folder in folders], np.int64)
+    try:
+        return np.array([number[path.partition(b"/")[0]] for path in paths], np.int64)
+    except KeyError as error:
+        raise ValueError(
+            f"{os.fsdecode(error.args[0])!r} in {str(root)!r} is not one of the {len(classes)} class folders of the "
+            "training split; move or remove it"
+        ) from None
