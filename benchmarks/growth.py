@@ -11,12 +11,13 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks.pictures import jpeg, picture
+from benchmarks.plain_views import two_views
 from benchmarks.result import Result, ratio
 from patchmix.data.contract import Source
 from patchmix.data.loader import Loader
 from patchmix.data.memory import in_memory
 from patchmix.data.sources import open_source
-from patchmix.data.views import Views, two_views
+from patchmix.data.views import Views
 from patchmix.mixing import PatchMix
 from patchmix.nn.vit import create_encoder
 from patchmix.study.bench import Spread, in_turns, seconds

@@ -9,7 +9,14 @@ import numpy as np
 from PIL import Image, ImageFilter
 from torchvision import transforms as T
 
+from patchmix.build import build_views
+from patchmix.config import ViewsConfig
 from patchmix.data.views import View
+
+
+def two_views(size: int, area: tuple[float, float] = (0.05, 1.0)) -> list[View]:
+    """The paper's T1 and T2, as training builds them; `area` is (0.1, 1.0) for CIFAR."""
+    return build_views(ViewsConfig(area=area), size)[:2]
 
 
 class GaussianBlur:

@@ -11,9 +11,10 @@ import torch
 
 from benchmarks import plain_views
 from benchmarks.pictures import jpeg, picture
+from benchmarks.plain_views import two_views
 from benchmarks.result import Result, ratio
 from patchmix.data.decode import decode, read_reduced
-from patchmix.data.views import Views, two_views
+from patchmix.data.views import Views
 from patchmix.study.bench import in_turns, seconds
 
 

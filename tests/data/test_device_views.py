@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from benchmarks.plain_views import two_views
 from patchmix.build import build_loader, build_prepare
 from patchmix.config import Config, TrainConfig, ViewsConfig, differences
 from patchmix.data.decode import DecodeError
@@ -19,7 +20,7 @@ from patchmix.data.device_views import Crops, change_colors, color_rows
 from patchmix.data.loader import Batch, Loader
 from patchmix.data.randomness import uniforms
 from patchmix.data.sources import open_source
-from patchmix.data.views import DRAWS, Parameters, View, Views, draw_parameters, render, two_views
+from patchmix.data.views import DRAWS, Parameters, View, Views, draw_parameters, render
 from tests.data.test_views import colorfulness_of, far_apart, gradient_of, mean_of, spread_of
 
 SIZE, MAX_SIGMA = 32, 2.0

@@ -16,10 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.plain_views import two_views
 from patchmix.data.decode import DecodeError
 from patchmix.data.loader import Batch, Loader, one_pass
 from patchmix.data.memory import InMemorySource, from_array
-from patchmix.data.views import CenterCrop, Views, two_views
+from patchmix.data.views import CenterCrop, Views
 
 
 def numbered(length: int, *, bad: tuple[int, ...] = ()) -> InMemorySource:
@@ -176,10 +177,10 @@ class TestWorkers:
             "import multiprocessing\n"
             "from patchmix.data.loader import Loader\n"
             "from patchmix.data.sources import open_source\n"
-            "from patchmix.data.views import Views, two_views\n"
+            "from patchmix.data.views import View, Views\n"
             "if __name__ == '__main__':\n"
             "    multiprocessing.set_start_method('spawn')\n"
-            "    views = Views(two_views(128), seed=0)\n"
+            "    views = Views([View(128), View(128)], seed=0)\n"
             "    loader = Loader(open_source('shapes:256'), views, batch_size=64, seed=0, workers=2)\n"
             "    for _ in range(2):\n"
             "        batches = loader.batches()\n"

@@ -16,10 +16,11 @@ from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
 import patchmix
+from benchmarks.plain_views import two_views
 from patchmix.data.loader import Loader
 from patchmix.data.python import name_of, pixels_of
 from patchmix.data.sources import has_split, open_source
-from patchmix.data.views import Views, two_views
+from patchmix.data.views import Views
 from tests.conftest import SMALL_RUN
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (48, 20, 24, 3), dtype=np.uint8)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.plain_views import two_views
 from patchmix.data.decode import DecodeError, Reduced, decode, read_reduced
 from patchmix.data.loader import Loader
 from patchmix.data.sources import open_source
-from patchmix.data.views import View, Views, two_views
+from patchmix.data.views import View, Views
 from tests.data.test_views import far_apart
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision import transforms as T
 from torchvision.transforms import functional as TF
 
-from benchmarks.plain_views import pipeline
+from benchmarks.plain_views import pipeline, two_views
 from patchmix.data.randomness import uniforms
 from patchmix.data.views import (
     DRAWS,
@@ -24,7 +24,6 @@ from patchmix.data.views import (
     draw_parameters,
     render,
     to_float,
-    two_views,
 )
 from tests.oracles import views as oracle
 

@@ -12,10 +12,10 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from benchmarks.plain_views import two_views
 from patchmix.build import METHODS
 from patchmix.config import validate
 from patchmix.data.shapes import shapes_source
-from patchmix.data.views import two_views
 from patchmix.evaluate.monitor import lidar, lidar_monitor
 from patchmix.methods.method import Method
 from patchmix.methods.options import METHOD_OPTIONS

@@ -55,11 +55,6 @@ class View:
                 raise ValueError(f"{name} {(low, high)} is a range; give 0 < low <= high{' <= 1' * (name == 'area')}")
 
 
-def two_views(size: int, area: tuple[float, float] = (0.05, 1.0)) -> tuple[View, View]:
-    """The paper's T1 and T2; `area` is (0.1, 1.0) for CIFAR."""
-    return View(size, area, blur=1.0, solarize=0.0), View(size, area, blur=0.1, solarize=0.2)
-
-
 class Transform(Protocol):
     """What a loader calls in a worker, once a batch."""
 
