@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from patchmix.data.folder import FolderSource
 from patchmix.evaluate.results import read_results
 from patchmix.report import page
 from patchmix.report.attention import show_attention
-from patchmix.report.gallery import Gallery
+from patchmix.report.gallery import Gallery, load_gallery
 from patchmix.report.neighbors import pack_explorer
 from patchmix.report.page import environment, read_record, report, verdict
 from patchmix.settings import Report, ShowAttention
@@ -76,6 +77,16 @@ def test_a_run_that_is_unfinished_or_collapsed_is_marked(run: Path, tmp_path: Pa
     shutil.rmtree(going / "checkpoints")
     written = report(Report((going,), tmp_path / "g.html", device="cpu")).read_text()  # no encoder yet: curves only
     assert "explorer-here" not in written.split("<script")[0] and "curves-here" in written
+
+
+def test_the_runs_own_mix_is_drawn(run: Path) -> None:
+    record = read_record(run)
+    assert record.config is not None and record.backbone is not None
+    encoders = [(record.name, record.backbone)]
+    gallery = load_gallery(encoders, "shapes:64", 12, device="cpu")
+    for mix, title in (("patchmix", "PatchMix of 2 images: "), ("mixup", "Mixup: ")):
+        mixed = replace(record, config=record.config.replace(mix=mix))
+        assert page.figures(gallery, [mixed], encoders)["mixing"].get_suptitle().startswith(title)
 
 
 def test_names_that_look_like_code_stay_names(run: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from patchmix.evaluate.results import RAW_PIXELS, Result, read_results
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
-from patchmix.mixing import PatchMix
+from patchmix.mixing import create_mix
 from patchmix.report.attention import attention_figure, attention_maps, encoder_and_images
 from patchmix.report.curves import History, curves_data, read_history
 from patchmix.report.figures import mix_figure, targets_figure
@@ -209,11 +209,11 @@ def figures(gallery: Gallery, records: Sequence[Record], encoders: Encoders) -> 
     }
     positions = [gallery.positions[row] for row in spread(len(gallery), 6)]
     for record in records:
-        num_mix = record.config and getattr(record.config.method.options, "num_mix", None)
-        if record.backbone is not None and num_mix:
-            shape = record.backbone.architecture
-            parts = num_mix if isinstance(num_mix, int) else num_mix[0]
-            mix = PatchMix(shape.patch_size, parts, torch.Generator().manual_seed(0))
+        if record.backbone is not None and record.config is not None and record.config.method.name == "patchmix":
+            shape, options = record.backbone.architecture, record.config.method.options
+            num_mix = options.num_mix if isinstance(options.num_mix, int) else options.num_mix[0]
+            generator = torch.Generator().manual_seed(0)
+            mix = create_mix(options.mix, patch_size=shape.patch_size, num_mix=num_mix, generator=generator)
             drawn["mixing"], mixed = mix_figure(crop_batch(gallery.source, positions, shape.image_size), mix)
             drawn["targets"] = targets_figure(mixed.share)
             break
