@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import tempfile
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +17,6 @@ from patchmix.report.ablation_table import markdown_table
 from patchmix.report.curves import read_history
 from patchmix.settings import Export, Push
 
-CARD = """\
----
-library_name: timm
-pipeline_tag: image-feature-extraction
-tags: [timm, transformers, self-supervised, patchmix]
-{license}---
-# {name}
-
-A Vision Transformer, {how}. It has no classifier: it turns an image into a feature vector of {dim} numbers.
-
-{facts}
-
-## Evaluation
-
-{results}
-
-## Use
-
-With timm; for a folder on disk write `local-dir:PATH`:
-
-```python
-model = timm.create_model("hf-hub:{repo}", pretrained=True)
-```
-
-With transformers; the class token is the first one:
-
-```python
-model = transformers.AutoModel.from_pretrained("{repo}")
-features = model(pixel_values=images).last_hidden_state[:, 0]
-```
-
-With patchmix, which also resizes and normalizes:
-
-```python
-features = patchmix.load("hf://{repo}").embed(["photo.jpg"])
-```
-
-Images have {size} × {size} px and are normalized: RGB / 255, minus {mean}, over {std}.
-
-## Limits
-
-The encoder has learned what its training images show, with their biases. Evaluate it on your own data before you rely
-on it.
-"""
 FACTS = {"data": "trained on", "images": "training images", "recipe": "recipe", "method": "method"}
 FACTS |= {"epochs": "epochs", "step": "optimizer steps", "seed": "seed"}
 
@@ -86,12 +43,12 @@ def push(settings: Push) -> dict[str, Any]:
         out = Path(folder)
         export(backbone, out, "huggingface")
         (out / "README.md").write_text(card, "utf-8")
-        files = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
-        listed = "\n".join(f"  {name:<20} {size / 1e6:8.2f} MB" for name, size in files.items())
+        sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
+        listed = "\n".join(f"  {name:<20} {size / 1e6:8.2f} MB" for name, size in sizes.items())
         print(f"for {settings.repo}:\n{listed}\n\n{card}")
         url = _upload(out, settings) if settings.send else None
     print(f"uploaded: {url}" if url else "nothing was sent; upload it with --send")
-    return {"repo": settings.repo, "files": files, "card": card, "url": url}
+    return {"repo": settings.repo, "files": sizes, "card": card, "url": url}
 
 
 def _upload(folder: Path, settings: Push) -> str:
@@ -129,7 +86,8 @@ def model_card(backbone: Backbone, weights: str, repo: str, license: str | None 
     if seconds is not None:
         rows["training time"] = f"{seconds / 3600:.2g} hours"
     rows |= {"license of the weights": license or "not stated", "SHA-256 of the weights": backbone.digest()[:16]}
-    return CARD.format(
+    template = files("patchmix.report") / "templates" / "card.md"
+    return template.read_text(encoding="utf-8").format(
         license=f"license: {license}\n" if license else "",
         name=repo.split("/")[1],
         repo=repo,
