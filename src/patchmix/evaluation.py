@@ -30,7 +30,7 @@ from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import initialize_as_mocov3
 from patchmix.report.ablation_table import markdown_table
-from patchmix.report.gallery import unique_names
+from patchmix.report.gallery import uniquely_named
 from patchmix.report.style import look, panel_grid, style
 from patchmix.settings import Evaluate, Knn, Linear, Segment
 from patchmix.study.compare import stored_config
@@ -76,9 +76,7 @@ def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
     if not settings.runs or not settings.data:
         raise ValueError("there is nothing to evaluate; give at least one run's folder, and its data by --data")
     console, device = console or Console(), resolve_device(settings.device)
-    entries = list(find_entries(settings))
-    names = unique_names([entry.name for entry in entries])
-    entries = [replace(entry, name=name) for entry, name in zip(entries, names, strict=True)]
+    entries = uniquely_named(list(find_entries(settings)))
     channels = {entry.backbone.architecture.in_chans for entry in entries}
     if len({pixel_channels(count) for count in channels}) > 1:
         raise ValueError(f"the encoders take {' and '.join(map(str, sorted(channels)))} channels; evaluate them apart")

@@ -48,14 +48,14 @@ def test_normalized_similarity_is_the_papers() -> None:
 
 
 def test_neighbors_are_those_of_knn(run: Path) -> None:
-    ((_, vectors),) = load_gallery([("a", load_backbone(run))], "shapes:64", 300, device="cpu").runs
+    ((_, vectors),) = load_gallery([load_backbone(run)], "shapes:64", 300, device="cpu").runs
     assert torch.equal(nearest(vectors, range(300), 20)[0], knn_ranking(vectors, 20))
     places, values = nearest(vectors, [7], 3)
     assert 7 not in places and bool((values.diff() <= 0).all())
 
 
 def test_the_explorer_has_the_neighbors_of_knn(run: Path) -> None:
-    gallery = load_gallery([("a", load_backbone(run))], "shapes:64", 300, device="cpu")
+    gallery = load_gallery([load_backbone(run)], "shapes:64", 300, device="cpu")
     ((_, vectors),) = gallery.runs
     (packed,) = pack_explorer(gallery)["runs"]
     assert packed["neighbors"] == knn_ranking(vectors, 20).tolist()

@@ -82,7 +82,7 @@ def test_a_run_that_is_unfinished_or_collapsed_is_marked(run: Path, tmp_path: Pa
 def test_the_runs_own_mix_is_drawn(run: Path) -> None:
     record = read_record(run)
     assert record.config is not None and record.backbone is not None
-    encoders = [(record.name, record.backbone)]
+    encoders = [record.backbone]
     gallery = load_gallery(encoders, "shapes:64", 12, device="cpu")
     for mix, title in (("patchmix", "PatchMix of 2 images: "), ("mixup", "Mixup: ")):
         mixed = replace(record, config=record.config.replace(mix=mix))

@@ -20,13 +20,12 @@ from patchmix.data.views import as_channels, to_float
 from patchmix.device import resolve_device
 from patchmix.interop.backbone import Backbone
 from patchmix.nn.vit import check_blocks, patch_tokens
-from patchmix.report.gallery import crop_batch, find_image, load_all, open_images, spread
+from patchmix.report.gallery import center_crop, crop_batch, find_image, load_all, open_images, spread
 from patchmix.report.neighbors import principal_components
 from patchmix.report.style import check_suffix, picture, picture_grid, short, style, write
 from patchmix.settings import ShowAttention, ShowPatches
 
 Inputs = tuple[VisionTransformer, Tensor]  # an encoder and images as it takes them
-HEAT = "inferno"  # lightness grows with the value: readable in gray, and without red-green vision
 
 
 def show_attention(settings: ShowAttention) -> list[Path]:
@@ -42,12 +41,12 @@ def open_all(settings: ShowAttention) -> tuple[Tensor, list[tuple[str, Inputs]]]
     encoders = load_all(settings.runs)
     if (settings.data is None) == (not settings.image):
         raise ValueError("give either --data DATA or --image FILE …")
-    source = open_images(settings.data or settings.image, in_chans=encoders[0][1].architecture.in_chans)
+    source = open_images(settings.data or settings.image, in_chans=encoders[0].architecture.in_chans)
     wanted = settings.position or spread(len(source), len(settings.image) or settings.images)
     positions = [find_image(position, source) for position in wanted]
-    size = settings.size or max(backbone.architecture.image_size for _, backbone in encoders)
+    size = settings.size or max(backbone.architecture.image_size for backbone in encoders)
     how: dict[str, Any] = {"size": settings.size, "device": settings.device}
-    inputs = [(name, encoder_and_images(backbone, source, positions, **how)) for name, backbone in encoders]
+    inputs = [(backbone.name, encoder_and_images(backbone, source, positions, **how)) for backbone in encoders]
     return crop_batch(source, positions, size), inputs
 
 
@@ -63,7 +62,8 @@ def encoder_and_images(
         )
     where = resolve_device(device)
     encoder = backbone.encoder(any_image_size=size != shape.image_size).to(where)
-    images = to_float(crop_batch(source, positions, size, pictures=False), backbone.mean, backbone.std)
+    crops = [torch.from_numpy(center_crop(source, position, size)) for position in positions]
+    images = torch.cat([to_float(crop, backbone.mean, backbone.std) for crop in crops])
     return encoder, as_channels(images, shape.in_chans).to(where)
 
 
@@ -117,7 +117,7 @@ def attention_figure(images: Tensor, maps: Sequence[tuple[str, Tensor]], *, bloc
             heads = [("mean", weights[i].mean(dim=0))] + [(f"head {h}", w) for h, w in enumerate(weights[i])]
             for raw, over, (label, weight) in zip(above[1:], below[1:], heads, strict=False):
                 highest = float(weight.max())
-                raw.imshow(weight.numpy(), cmap=HEAT, vmin=0, vmax=highest)
+                raw.imshow(weight.numpy(), cmap="inferno", vmin=0, vmax=highest)  # readable in gray, too
                 raw.set_title(f"{label} ≤ {highest:.2g}", fontsize=6, pad=2)
                 over.imshow(overlaid(image, weight))
     where = "the last block" if block == -1 else f"block {block}"

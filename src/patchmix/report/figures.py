@@ -17,9 +17,6 @@ from patchmix.report.gallery import crop_batch, spread
 from patchmix.report.style import MATRIX, check_suffix, look, outline, picture, picture_grid, style, write
 from patchmix.settings import ShowMix
 
-NUMBERED_PATCHES = 64  # up to here the owner's number stands in each patch
-NUMBERED_CELLS = 400  # up to here each cell of a target matrix says its value
-
 
 def show_mix(settings: ShowMix) -> list[Path]:
     """Draws originals, their mixes and, in a second file, the three target matrices."""
@@ -83,7 +80,7 @@ def targets_figure(shares: Tensor) -> Figure:
         ticks = range(0, n, max(1, n // 9))
         axis.set(title=title, xlabel=f"{key} (key)", ylabel=f"{query} (query)", xticks=ticks, yticks=ticks)
         axis.grid(False)
-        for i, j in (matrix > 1e-6).nonzero().tolist() if n * n <= NUMBERED_CELLS else []:
+        for i, j in (matrix > 1e-6).nonzero().tolist() if n <= 20 else []:  # else numbers have no room
             value = matrix[i, j].item()
             color = "black" if value > 0.6 else "white"
             text = amount(value).removeprefix("0")
@@ -122,7 +119,7 @@ def _frame_patches(axis: Axes, owner: Tensor, size: int) -> None:
             side = size - 2 * inset
             color, _ = look(original)  # colors repeat after eight, so patches are numbered, too
             axis.add_patch(Rectangle(corner, side, side, fill=False, edgecolor=color, linewidth=1.2))
-            if owner.numel() <= NUMBERED_PATCHES:
+            if owner.numel() <= 64:
                 box = {"facecolor": color, "edgecolor": "none", "pad": 0.8}
                 ink = "black" if color in ("#E69F00", "#56B4E9", "#F0E442", "#CC79A7") else "white"
                 place = (corner[0] + 0.16 * size, corner[1] + 0.16 * size)

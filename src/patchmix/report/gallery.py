@@ -1,8 +1,9 @@
 """The images of figures and reports: as files and thumbnails, and as features of one or several encoders."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,6 @@ from patchmix.evaluate.features import FeatureExtractor, usual_resize
 from patchmix.evaluate.labeled import Subset
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
-
-Encoders = list[tuple[str, Backbone]]  # with their names
 
 
 def open_images(data: str | Path | Sequence[Path], limit: int | None = None, *, in_chans: int = 3) -> Source:
@@ -38,32 +37,29 @@ def open_images(data: str | Path | Sequence[Path], limit: int | None = None, *, 
     return source if limit is None or limit >= len(source) else Subset(source, limit)
 
 
-def crop_batch(source: Source, positions: Sequence[int], size: int, *, pictures: bool = True) -> Tensor:
-    """The center crops that evaluation takes.
-
-    pictures: as uint8 (N, size, size, 3), to look at; otherwise as encoders take them, for `to_float`.
-    """
+def center_crop(source: Source, position: int, size: int) -> np.ndarray:
+    """What evaluation takes of an image: (1, size, size, C), for `to_float`."""
     view = CenterCrop(size, resize=usual_resize(size))
-
-    def crops(some: Sequence[int]) -> np.ndarray:
-        return view([source.load(position) for position in some], epoch=0, indices=np.array(some))[0]
-
-    if not pictures:
-        return torch.from_numpy(crops(positions))
-    return torch.from_numpy(np.stack([to_picture(crops([position])[0]) for position in positions]))  # photos are large
+    return view([source.load(position)], epoch=0, indices=np.array([position]))[0]
 
 
-def load_all(runs: Sequence[str | Path]) -> Encoders:
+def crop_batch(source: Source, positions: Sequence[int], size: int) -> Tensor:
+    """Center crops to look at: uint8 (N, size, size, 3)."""
+    return torch.from_numpy(np.stack([to_picture(center_crop(source, each, size)[0]) for each in positions]))
+
+
+def load_all(runs: Sequence[str | Path]) -> list[Backbone]:
     """The encoders of runs, files or `timm:NAME`, with unique names."""
     if not runs:
         raise ValueError("there is no run to show; give at least one run's folder")
-    backbones = [load_backbone(run) for run in runs]
-    return list(zip(unique_names([backbone.name for backbone in backbones]), backbones, strict=True))
+    return uniquely_named([load_backbone(run) for run in runs])
 
 
-def unique_names(names: Sequence[str]) -> list[str]:
-    """The same names, numbered where one occurs twice."""
-    return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
+def uniquely_named(records: Sequence[Any]) -> list[Any]:
+    """The same dataclasses, with a number in their `name` where it occurs twice."""
+    names = [record.name for record in records]
+    numbered = [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
+    return [replace(record, name=name) for record, name in zip(records, numbered, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -104,15 +100,15 @@ class Gallery:
 
 
 def load_gallery(
-    encoders: Encoders, data: str | Path, images: int | None, *, device: str = "auto", workers: int = 0
+    encoders: Sequence[Backbone], data: str | Path, images: int, *, device: str = "auto", workers: int = 0
 ) -> Gallery:
-    """The images of `data` and their features by some encoders, as kNN computes and stores them."""
-    source = open_images(data, images, in_chans=encoders[0][1].architecture.in_chans)
+    """At most so many images of `data` and their features by some encoders, as kNN computes and stores them."""
+    source = open_images(data, images, in_chans=encoders[0].architecture.in_chans)
     runs = []
-    for name, backbone in encoders:
+    for backbone in encoders:
         pool = "token" if "cls_token" in backbone.weights else "mean"
         features = FeatureExtractor(backbone, resolve_device(device), pool, workers=workers).features(source)
-        runs.append((name, features.vectors))
+        runs.append((backbone.name, features.vectors))
     return Gallery(source, features.indices.tolist(), features.labels, runs)
 
 

@@ -35,26 +35,28 @@ KIND_COLORS = {"same class": COLORS[0], "related class": COLORS[1], "another cla
 
 def show_similarity(settings: ShowSimilarity) -> list[Path]:
     """Draws queries, keys and bars of normalized similarity, a panel for each run."""
-    check_suffix(settings.out)
-    gallery = load_gallery(load_all(settings.runs), settings.data, settings.images, device=settings.device)
+    gallery = open_gallery(settings)
     comparisons = {row: choose_keys(row, gallery) for row in gallery.queries(settings.query, settings.queries)}
     return write({settings.out: similarity_figure(gallery, comparisons)})
 
 
 def show_neighbors(settings: ShowNeighbors) -> list[Path]:
     """Draws the nearest images of some queries, a row for each query and run."""
-    check_suffix(settings.out)
-    gallery = load_gallery(load_all(settings.runs), settings.data, settings.images, device=settings.device)
+    gallery = open_gallery(settings)
     queries = gallery.queries(settings.query, settings.queries)
     return write({settings.out: neighbors_figure(gallery, queries, settings.k)})
 
 
 def show_map(settings: ShowMap) -> list[Path]:
     """Draws thumbnails at their first two principal components, a map for each run."""
-    check_suffix(settings.out)
-    gallery = load_gallery(load_all(settings.runs), settings.data, settings.images, device=settings.device)
+    gallery = open_gallery(settings)
     title = f"{len(gallery):,} images of {gallery.source.name}: first two principal components"
     return write({settings.out: map_figure(gallery, range(len(gallery)), title=title)})
+
+
+def open_gallery(settings: ShowMap) -> Gallery:
+    check_suffix(settings.out)
+    return load_gallery(load_all(settings.runs), settings.data, settings.images, device=settings.device)
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -76,14 +78,14 @@ def nearest(vectors: Tensor, queries: Sequence[int], k: int) -> tuple[Tensor, Te
     if not 1 <= k < n:
         raise ValueError(f"k is {k}; with {n} images it must lie between 1 and {n - 1}")
     check_finite(vectors, "the images")
-    places, values = [], []
-    for part in torch.split(torch.as_tensor(list(queries)), 1024):
-        similarity = cosine(vectors[part], vectors)
-        similarity[torch.arange(len(part)), part] = -torch.inf
-        ordered = similarity.sort(dim=1, descending=True, stable=True)
-        places.append(ordered.indices[:, :k])
-        values.append(ordered.values[:, :k])
-    return torch.cat(places), torch.cat(values)
+    parts = []
+    for some in torch.tensor(queries).split(1024):
+        similarity = cosine(vectors[some], vectors)
+        similarity[torch.arange(len(some)), some] = -torch.inf
+        values, places = similarity.sort(dim=1, descending=True, stable=True)
+        parts.append((places[:, :k], values[:, :k]))
+    places, values = map(torch.cat, zip(*parts, strict=True))
+    return places, values
 
 
 @style()

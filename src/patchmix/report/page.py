@@ -24,7 +24,7 @@ from patchmix.mixing import create_mix
 from patchmix.report.attention import attention_figure, attention_maps, encoder_and_images
 from patchmix.report.curves import History, curves_data, read_history
 from patchmix.report.figures import mix_figure, targets_figure
-from patchmix.report.gallery import Encoders, Gallery, crop_batch, load_gallery, spread, unique_names
+from patchmix.report.gallery import Gallery, crop_batch, load_gallery, spread, uniquely_named
 from patchmix.report.neighbors import choose_keys, map_figure, pack_explorer, similarity_figure
 from patchmix.settings import Report
 from patchmix.study.compare import HEAD, rows_of, stored_config
@@ -41,12 +41,8 @@ def report(settings: Report) -> Path:
     out = settings.out or (first if first.is_dir() else Path()) / "report.html"
     if out.suffix != ".html":
         raise ValueError(f"the report {out} must end in .html")
-    records = [read_record(run) for run in settings.runs]
-    names = unique_names([record.name for record in records])
-    records = [
-        replace(each, history=replace(each.history, name=name)) for each, name in zip(records, names, strict=True)
-    ]
-    encoders = [(record.name, record.backbone) for record in records if record.backbone is not None]
+    records = uniquely_named([read_record(run) for run in settings.runs])
+    encoders = [replace(record.backbone, name=record.name) for record in records if record.backbone is not None]
     gallery, pictures, explorer = None, {}, None
     if settings.images and encoders:
         data = settings.data or next((record.config.data.path for record in records if record.config), None)
@@ -54,17 +50,20 @@ def report(settings: Report) -> Path:
             raise ValueError("no run has a configuration with its data; give --data, or --images 0 for no pictures")
         gallery = load_gallery(encoders, data, settings.images, device=settings.device, workers=settings.workers)
         pictures, explorer = figures(gallery, records, encoders), pack_explorer(gallery)
-    curves = curves_data([record.history for record in records])
-    page = environment().get_template("page.html")
-    text = page.render(
-        records=records,
-        head=HEAD,
-        evaluations=[row.cells() for each in records for row in rows_of(each.name, each.config, each.results)],
-        costs=[cost(record) for record in records],
-        gallery=gallery,
-        figures=pictures,
-        mapped=MAPPED,
-        data={"curves": curves if curves["panels"] else None, "explorer": explorer},
+    curves = curves_data([replace(record.history, name=record.name) for record in records])
+    text = (
+        environment()
+        .get_template("page.html")
+        .render(
+            records=records,
+            head=HEAD,
+            evaluations=[row.cells() for each in records for row in rows_of(each.name, each.config, each.results)],
+            costs=[cost(record) for record in records],
+            gallery=gallery,
+            figures=pictures,
+            mapped=MAPPED,
+            data={"curves": curves if curves["panels"] else None, "explorer": explorer},
+        )
     )
     write_text(out, text)
     for record in records:
@@ -103,22 +102,19 @@ def _data_url(figure: Figure) -> str:
 class Record:
     """One run. An encoder file has no `config`; a run before its first checkpoint has no `backbone`."""
 
+    name: str
     folder: Path
     history: History
     results: Sequence[Result]
     backbone: Backbone | None
-    config: Config | None = None
-
-    @property
-    def name(self) -> str:
-        return self.history.name
+    config: Config | None
 
     @property
     def command(self) -> str:
         """The command that repeats the run."""
         assert self.config is not None
-        words = ["patchmix", "pretrain", self.config.data.path, "--out", "runs/again"]
-        return shlex.join([*words, "--config", str(self.folder / "config.yaml")])
+        config = str(self.folder / "config.yaml")
+        return shlex.join(["patchmix", "pretrain", self.config.data.path, "--out", "runs/again", "--config", config])
 
     @property
     def yaml(self) -> str:
@@ -129,14 +125,15 @@ def read_record(run: str | Path) -> Record:
     """A run's folder, or anything else that `load_backbone` opens."""
     folder = Path(run)
     config, history, backbone = stored_config(folder), read_history(folder), None
+    name = history.name
     try:
         backbone = load_backbone(run)
         if config is None and not history.rows:
-            history = History(backbone.name, [])
+            name = backbone.name
     except ValueError:
         if config is None and not history.rows:
             raise  # a run without a checkpoint has at least curves
-    return Record(folder, history, read_results(folder), backbone, config)
+    return Record(name, folder, history, read_results(folder), backbone, config)
 
 
 def verdict(record: Record) -> tuple[str, bool]:
@@ -186,7 +183,7 @@ def cost(record: Record) -> list[str | None]:
     """A row with the time, images, speed and FLOPs of a training."""
     history = record.history
     seconds, speed, waited = (history.last(key) for key in ("seconds", "images_per_second", "data_wait"))
-    steps = max((row["step"] for row in history.rows), default=0)
+    steps = int(history.last("step") or 0)
     images = steps * (history.batch_size or 0)
     weights = record.backbone.weights.values() if record.backbone else ()
     return [
@@ -201,7 +198,7 @@ def cost(record: Record) -> list[str | None]:
     ]
 
 
-def figures(gallery: Gallery, records: Sequence[Record], encoders: Encoders) -> dict[str, Figure]:
+def figures(gallery: Gallery, records: Sequence[Record], encoders: Sequence[Backbone]) -> dict[str, Figure]:
     """Similarity and the map; mixing and its targets if a run has mixed; attention if an encoder has a class token."""
     drawn = {
         "map": map_figure(gallery, spread(len(gallery), MAPPED), most=3),  # first: it refuses too few images
@@ -217,10 +214,9 @@ def figures(gallery: Gallery, records: Sequence[Record], encoders: Encoders) -> 
             drawn["mixing"], mixed = mix_figure(crop_batch(gallery.source, positions, shape.image_size), mix)
             drawn["targets"] = targets_figure(mixed.share)
             break
-    with_token = [(name, backbone) for name, backbone in encoders if "cls_token" in backbone.weights]
-    if with_token:
-        size = max(backbone.architecture.image_size for _, backbone in with_token)
+    if with_token := [backbone for backbone in encoders if "cls_token" in backbone.weights]:
+        size = max(backbone.architecture.image_size for backbone in with_token)
         few = (gallery.source, positions[::2])
-        maps = [(name, attention_maps(*encoder_and_images(backbone, *few))) for name, backbone in with_token]
+        maps = [(backbone.name, attention_maps(*encoder_and_images(backbone, *few))) for backbone in with_token]
         drawn["attention"] = attention_figure(crop_batch(*few, size), maps)
     return drawn
