@@ -3,8 +3,8 @@
 import errno
 import json
 import os
+import secrets
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -15,10 +15,6 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 UNFINISHED = ".unfinished"  # how the names of files end that are not complete yet
 LOCK, HOLDER = ".lock", ".lock.json"  # the locked file of a folder, and who holds it
-
-
-_UMASK = os.umask(0)  # read once, before there are threads
-os.umask(_UMASK)
 
 
 def check_absent(*paths: Path) -> None:
@@ -34,13 +30,13 @@ def replacing(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the name of a file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    temporary.touch(exist_ok=False)
+    mode = temporary.stat().st_mode
     try:
         yield temporary
         _sync(temporary)
-        temporary.chmod(0o666 & ~_UMASK)  # a temporary file has 0600, which colleagues can't read
+        temporary.chmod(mode)  # safetensors makes it 0600, which colleagues can't read
         temporary.replace(path)
         _sync(path.parent)  # makes the renaming itself survive a power cut
     except BaseException:
