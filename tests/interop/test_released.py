@@ -66,6 +66,16 @@ def test_released_files(name: str, file: str, tmp_path: Path) -> None:
         assert smaller.dropped == {"not used after pre-training": ["mask_token"]}
 
 
+@pytest.mark.parametrize("wrong", [{"encoder": "momentum"}, {"heads": 12}], ids=str)
+def test_it_is_one_encoder_of_known_heads(wrong: dict[str, Any], tmp_path: Path) -> None:
+    model = timm.create_model("vit_small_patch14_dinov2", num_classes=0)
+    torch.save(released(model, rotary=False), tmp_path / "x.pth")
+    with pytest.raises(
+        ValueError, match=r"x\.pth: a released dinov2 backbone has one encoder; leave encoder and heads out"
+    ):
+        load_backbone(tmp_path / "x.pth", **wrong)
+
+
 def test_another_size_is_refused(tmp_path: Path) -> None:
     model = timm.create_model("vit_small_patch14_dinov2", num_classes=0, depth=2)
     torch.save(released(model, rotary=False), tmp_path / "x.pth")

@@ -106,6 +106,8 @@ def import_checkpoint(
             architecture, weights = timm_encoder(config["architecture"], entries, arguments)
             dropped = {"classifier": [name for name in tensors if name.rpartition("/")[2].startswith("head")]}
         elif format in ("dinov2", "dinov3"):
+            if encoder or heads:
+                raise ValueError(f"a released {format} backbone has one encoder; leave encoder and heads out")
             architecture, weights = _released(format, tensors, image_size)
             dropped = {"not used after pre-training": [name for name in tensors if re.fullmatch(_UNUSED, name)]}
             cfg = _SATELLITE if "sat493m" in path.name else {}
