@@ -34,16 +34,17 @@ class Pretrain(Generic[Options]):
 
 
 @dataclass(frozen=True)
-class Adapt(Generic[Options]):
-    """Continue pre-training from existing weights on your images."""
+class OfWeights:
+    """What commands for existing weights take."""
 
     weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
-    out: Path  # The run's folder.
+
+
+@dataclass(frozen=True)
+class Adapt(Pretrain[Options], OfWeights):
+    """Continue pre-training from existing weights on your images."""
+
     recipe: str = "adapt"  # Recipe, as for pretrain.
-    config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
-    resume: str | None = None  # Checkpoint to continue from, or auto for the last one in OUT.
-    devices: Count | None = None  # Processes to start on this machine: one per GPU, or sharing the CPU cores.
-    run: RunSettings[Options] = field(default_factory=Config)
 
 
 @dataclass(frozen=True)
@@ -72,22 +73,15 @@ class Demo:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What all evaluations on labeled images take."""
+class FewLabels(OfWeights):
+    """What evaluations on labeled images take; they can also be done with few labels."""
 
-    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     data: str  # Labeled images: a name, class folders, parquet, or shards.
     resize: Count | None = None  # Shorter side before the center crop; 36 for CIFAR in the authors' code.
     encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
     device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
     out: Path | None = None  # Folder for results and trained weights; by default the run's. The same call resumes.
-
-
-@dataclass(frozen=True)
-class FewLabels(Evaluation):
-    """What evaluations take that can also be done with few labels."""
-
     shots: Count | None = None  # Labeled images per class, drawn at random; by default all.
     fraction: Annotated[float, Interval(gt=0, lt=1)] | None = None
     """Share of each class's labeled images, drawn at random, instead of --shots."""
@@ -101,8 +95,7 @@ class Knn(FewLabels):
 
     k: tuple[Count, ...] = ()
     """Numbers of neighbors; by default 10, 20, 100 and 200 as far as the data allows. The headline is 20."""
-    layers: tuple[Literal["all"] | Count, ...] = ()
-    """Blocks whose features are also evaluated, or all; 1 is the first."""
+    layers: tuple[Literal["all"] | Count, ...] = ()  # Blocks whose features are also evaluated, or all; 1 is the first.
     pool: Literal["token", "mean", "pixels"] = "token"
     """The class token, the mean over patch tokens, or for comparison the pixels at 16 × 16 px."""
     workers: Workers = 0  # Processes that load images.
@@ -193,18 +186,16 @@ class Detect:
 
 
 @dataclass(frozen=True)
-class Segment:
+class Segment(OfWeights):
     """Evaluate an encoder by semantic segmentation: a linear layer on its frozen patch tokens."""
 
-    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     data: Path  # A folder with images and masks of class indices, as in Pets, CamVid or ADE20K, or COCO's.
     out: Path | None = None  # Folder for results and trained weights; by default the run's. The same call resumes.
     protocol: Literal["full", "fast"] = "full"
     """Training on random crops and testing on whole images, or both on stored tokens of center crops."""
     finetune: bool = False  # Train the encoder, too.
     blocks: tuple[int, ...] = (-1,)  # Blocks whose patch tokens are concatenated; 0 is the first, -1 the last.
-    image_size: Count | None = None
-    """Side of training crops and shorter side of test images; by default the encoder's."""
+    image_size: Count | None = None  # Side of training crops and shorter side of test images; by default the encoder's.
     ignore_index: tuple[int, ...] = (255,)  # Indices in masks that are neither learned nor counted.
     class_names: Path | None = None  # A file with NAME or INDEX NAME in each line.
     test: str | None = None  # Name of the test split; by default val, validation or test.
@@ -241,10 +232,9 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
-class Embed:
+class Embed(OfWeights):
     """Write the feature vector of every image."""
 
-    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     data: str  # Images, labeled or not.
     out: Path  # A .parquet file: path, label (where there is one) and vector of each image.
     split: Literal["train", "test"] = "train"  # Split of DATA.
@@ -294,10 +284,9 @@ class Import:
 
 
 @dataclass(frozen=True)
-class Export:
+class Export(OfWeights):
     """Write an encoder for another program, and print the lines that load it there."""
 
-    weights: Weights  # Run folder, encoder.safetensors, checkpoint of another project, timm:NAME or hf://USER/NAME.
     out: Path  # A file, or a folder for huggingface.
     format: Literal["timm", "torchvision", "huggingface", "onnx"] = "timm"  # Format to write.
     license: str | None = None  # License of the weights in the model card, such as cc-by-4.0.

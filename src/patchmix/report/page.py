@@ -51,19 +51,16 @@ def report(settings: Report) -> Path:
         gallery = load_gallery(encoders, data, settings.images, device=settings.device, workers=settings.workers)
         pictures, explorer = figures(gallery, records, encoders), pack_explorer(gallery)
     curves = curves_data([replace(record.history, name=record.name) for record in records])
-    text = (
-        environment()
-        .get_template("page.html")
-        .render(
-            records=records,
-            head=HEAD,
-            evaluations=[row.cells() for each in records for row in rows_of(each.name, each.config, each.results)],
-            costs=[cost(record) for record in records],
-            gallery=gallery,
-            figures=pictures,
-            mapped=MAPPED,
-            data={"curves": curves if curves["panels"] else None, "explorer": explorer},
-        )
+    page = environment().get_template("page.html")
+    text = page.render(
+        records=records,
+        head=HEAD,
+        evaluations=[row.cells() for each in records for row in rows_of(each.name, each.config, each.results)],
+        costs=[cost(record) for record in records],
+        gallery=gallery,
+        figures=pictures,
+        mapped=MAPPED,
+        data={"curves": curves if curves["panels"] else None, "explorer": explorer},
     )
     write_text(out, text)
     for record in records:
