@@ -33,7 +33,7 @@ def file(run: Path, other: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="module")
 def truth(run: Path, other: Path) -> list[list[list[int]]]:
     """For each run and image the neighbors that kNN's own ranking gives."""
-    backbones = [("a", load_backbone(run)), ("b", load_backbone(other))]
+    backbones = [load_backbone(run), load_backbone(other)]
     gallery = load_gallery(backbones, "shapes:64", IMAGES, device="cpu")
     return [
         knn.nearest(vectors, torch.nn.functional.normalize(vectors, dim=1), 20, first=0)[1].tolist()

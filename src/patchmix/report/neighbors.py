@@ -79,7 +79,7 @@ def nearest(vectors: Tensor, queries: Sequence[int], k: int) -> tuple[Tensor, Te
         raise ValueError(f"k is {k}; with {n} images it must lie between 1 and {n - 1}")
     check_finite(vectors, "the images")
     parts = []
-    for some in torch.tensor(queries).split(1024):
+    for some in torch.tensor(queries).split(1024):  # type: ignore[no-untyped-call]
         similarity = cosine(vectors[some], vectors)
         similarity[torch.arange(len(some)), some] = -torch.inf
         values, places = similarity.sort(dim=1, descending=True, stable=True)
