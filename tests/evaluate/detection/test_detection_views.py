@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from patchmix.evaluate.detection.coco import mask_of, open_split
 from patchmix.evaluate.detection.views import (
-    FittedViews,
     Placement,
     TrainingViews,
     fitted,
+    fitted_views,
     jittered,
     place_image,
     place_mask,
@@ -50,7 +50,7 @@ def test_fitting_keeps_the_ratio_and_fills_with_the_mean(coco: Path) -> None:
     assert fitted(480, 640, 1024) == Placement(768, 1024)
     assert fitted(1, 5000, 64) == Placement(1, 64)
     image = np.full((60, 80, 3), 200, np.uint8)
-    pixels, sizes = FittedViews(size=40, mean=MEAN)([image], epoch=0, indices=np.array([0]))
+    pixels, sizes = fitted_views([image], size=40, mean=MEAN, epoch=0, indices=np.array([0]))
     assert sizes.tolist() == [[30, 40, 60, 80]]
     assert (pixels[0, :30] == 200).all()
     assert (pixels[0, 30:] == [128, 102, 76]).all()

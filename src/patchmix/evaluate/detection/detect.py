@@ -26,7 +26,7 @@ from patchmix.device import autocast_dtype, resolve_device
 from patchmix.evaluate import protocol
 from patchmix.evaluate.detection.coco import CocoImages, Entry, mask_of, open_split, save_detections, score
 from patchmix.evaluate.detection.model import FILE, Detector, DetectorFile, Shape, build_detector, load_detector
-from patchmix.evaluate.detection.views import FittedViews, TrainingViews, unpack
+from patchmix.evaluate.detection.views import TrainingViews, fitted_views, unpack
 from patchmix.evaluate.results import Result, append_result
 from patchmix.files import write_text, writing
 from patchmix.interop.backbone import Architecture, Backbone
@@ -130,7 +130,8 @@ def _evaluate_trained(settings: Detect, data: Path, device: torch.device) -> Res
 
 def evaluate(detector: Detector, file: DetectorFile, val: CocoImages, device: torch.device, workers: int) -> Scored:
     """The detections in every image of `val`, in its order, and their scores; the same on every process."""
-    view, detect = FittedViews(size=file.shape.image_size, mean=file.mean), partial(detect_one, detector, file, device)
+    view = partial(fitted_views, size=file.shape.image_size, mean=file.mean)
+    detect = partial(detect_one, detector, file, device)
     found = protocol.map_images(val, view, detect, "detection", device=device, workers=workers)
     numbers = (val.entry(index)["id"] for index in range(len(val)))
     entries = [entry | {"image_id": number} for number, some in zip(numbers, found, strict=True) for entry in some]
@@ -219,7 +220,7 @@ def _check_classes(source: CocoImages, wanted: dict[int, str], whose: str) -> No
 
 @torch.no_grad()
 def detect_one(detector: Detector, file: DetectorFile, device: torch.device, views: Sequence[Tensor]) -> list[Entry]:
-    """What `FittedViews` made of an image → its detections, best first, in the original image's pixels."""
+    """What `fitted_views` made of an image → its detections, best first, in the original image's pixels."""
     pixels, ((seen_height, seen_width, height, width),) = views[0], views[1].tolist()
     autocast, categories = autocast_dtype(device), list(file.categories)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
@@ -250,7 +251,6 @@ def predict(settings: Detect) -> list[Path]:
     file, out = load_detector(Path(settings.weights)), settings.out or Path("predictions")
     device = resolve_device(settings.device)
     detector = file.detector().to(device)
-    views = FittedViews(size=file.shape.image_size, mean=file.mean)
     listed, written, paths = [], list[Path](), list[Path]()
     for path in settings.predict:  # files, and all images in folders
         paths += [path / os.fsdecode(name) for name in list_images(path)] if path.is_dir() else [path]
@@ -262,8 +262,9 @@ def predict(settings: Detect) -> list[Path]:
                 pixels = decode(path.read_bytes(), str(path))
             except (OSError, DecodeError) as error:
                 raise ValueError(f"{error}; give image files or folders") from error
-            made = [torch.from_numpy(array) for array in views([pixels], epoch=0, indices=np.zeros(1, np.int64))]
-            kept = [one for one in detect_one(detector, file, device, made) if one["score"] >= settings.threshold]
+            made = fitted_views([pixels], size=file.shape.image_size, mean=file.mean)
+            found = detect_one(detector, file, device, [torch.from_numpy(array) for array in made])
+            kept = [one for one in found if one["score"] >= settings.threshold]
             picture, number = out / f"{path.stem}.png", 1
             while picture in written:  # images of one name, from several folders
                 number += 1

@@ -9,16 +9,15 @@ from typing import Any
 
 import cv2
 import numpy as np
-import numpy.typing as npt
 import torch
 from pycocotools import mask as rle
 from torch import Tensor
 
+from patchmix.data.contract import Indices
 from patchmix.data.decode import Pixels
 from patchmix.data.randomness import uniforms
 from patchmix.evaluate.detection.coco import CocoImages, Mask, mask_of
 
-Indices = npt.NDArray[np.int64]
 Target = dict[str, Tensor]  # boxes (t, 4) as x0, y0, x1, y1; labels (t,); masks (t, S, S): one image's objects
 _LARGEST_PIXELS = 8_000  # a side; jitter of very long images must not take all memory
 
@@ -126,20 +125,14 @@ class TrainingViews:
         ]
 
 
-class FittedViews:
-    """The loader's transform for testing: the longer side fitted to the canvas."""
-
-    def __init__(self, *, size: int, mean: Sequence[float]) -> None:
-        self._size, self._mean = size, mean
-
-    def __call__(self, images: Sequence[Pixels], *, epoch: int, indices: Indices) -> list[Any]:
-        """Pixels uint8 (N, S, S, 3); visible and original heights and widths (N, 4)."""
-        pixels, sizes = np.empty((len(images), self._size, self._size, 3), np.uint8), []
-        for n, image in enumerate(images):
-            where = fitted(image.shape[0], image.shape[1], self._size)
-            pixels[n] = place_image(image, where, self._size, self._mean)
-            sizes.append((where.height, where.width, *image.shape[:2]))
-        return [pixels, np.array(sizes, np.int64).reshape(-1, 4)]
+def fitted_views(images: Sequence[Pixels], *, size: int, mean: Sequence[float], **_: Any) -> list[Any]:
+    """The loader's transform for testing: pixels uint8 (N, S, S, 3); visible and original heights and widths (N, 4)."""
+    pixels, sizes = np.empty((len(images), size, size, 3), np.uint8), []
+    for n, image in enumerate(images):
+        where = fitted(image.shape[0], image.shape[1], size)
+        pixels[n] = place_image(image, where, size, mean)
+        sizes.append((where.height, where.width, *image.shape[:2]))
+    return [pixels, np.array(sizes, np.int64).reshape(-1, 4)]
 
 
 def unpack(views: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]], list[Target]]:
