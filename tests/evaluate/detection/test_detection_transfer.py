@@ -17,7 +17,7 @@ import torch
 
 from patchmix.evaluate.detection import detect as module
 from patchmix.evaluate.detection.coco import open_split
-from patchmix.evaluate.detection.detect import color, draw
+from patchmix.evaluate.detection.detect import color, draw, save_pictures
 from patchmix.evaluate.detection.model import load_detector
 from patchmix.evaluate.results import Result, read_results
 from patchmix.interop.backbone import Architecture, Backbone
@@ -226,6 +226,18 @@ def test_a_mask_is_tinted_and_a_box_outlined(coco: Path) -> None:
     assert np.abs(middle - (0.55 * 250 + 0.45 * np.array(color(7)))).max() <= 1
     assert np.array_equal(drawn[-1, -1], image[-1, -1])
     assert len({color(k) for k in range(1, 91)}) == 90
+
+
+def test_images_of_one_name_in_two_folders_are_two_pictures(tmp_path: Path, make_split: Any) -> None:
+    def move(dataset: dict[str, Any]) -> None:
+        for n, folder in enumerate("xy"):
+            (tmp_path / "a" / folder).mkdir()
+            (tmp_path / "a" / f"{n}.png").rename(tmp_path / "a" / folder / "0.png")
+            dataset["images"][n]["file_name"] = f"{folder}/0.png"
+
+    make_split(tmp_path, "a", 3, move)
+    save_pictures(tmp_path / "pictures", open_split(tmp_path, "a"), [], count=8)
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["2.png", "x-0.png", "y-0.png"]
 
 
 # ------------------------------------------------------------------------------------------------------ two processes

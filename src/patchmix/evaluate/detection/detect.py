@@ -306,7 +306,7 @@ def save_pictures(folder: Path, source: CocoImages, entries: Sequence[Entry], *,
         truth, detected = (draw(image, each, source.categories) for each in (source.annotations(index), found))
         gap = np.full((len(image), 8, 3), 255, np.uint8)
         picture = np.concatenate([truth, gap, detected], axis=1)
-        write_picture(folder / f"{Path(entry['file_name']).stem}.png", picture)
+        write_picture(folder / "-".join(Path(entry["file_name"]).with_suffix(".png").parts), picture)
 
 
 def write_picture(path: Path, pixels: Pixels) -> None:
