@@ -343,3 +343,13 @@ def test_bench_needs_no_data_but_takes_it(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(from_keywords(Bench, "photos", recipe="fast").run))
     assert data("--recipe", "fast") == data() == from_keywords(Bench).run.data.path == "shapes"
     assert data("photos", "--recipe", "fast") == data("--config", str(tmp_path)) == "photos"
+
+
+@pytest.mark.parametrize("args", [["--version"], ["pretrain", "--help"]])
+def test_a_reader_that_has_enough_is_no_error(args: list[str]) -> None:
+    command = [sys.executable, "-m", "patchmix", *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -88,8 +89,12 @@ def main(args: list[str] | None = None) -> None:
                 print(completion(args[1] if len(args) > 1 else ""))
             else:
                 _run(args, in_shell)
+            sys.stdout.flush()
         except KeyboardInterrupt:
             _fail("interrupted", 130)
+        except BrokenPipeError:  # who reads the output, such as head, has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
         except Exception as error:
             # Besides mistakes: a lost process, a loss that is not finite, a signal.
             code = getattr(error, "exit_code", 2 if isinstance(error, (ValueError, OSError)) else None)
