@@ -94,7 +94,7 @@ def show_predictions(run: Run) -> None:
         f"{batch} keys: an original is the most similar to its mix in {mixes:.1f} %, to its own part in {parts:.1f} %"
     )
     figure = Figure(figsize=(7.6, 3.6))
-    for axis, title, values in zip(figure.subplots(1, 2), ("target", "predicted after the hour"), shown, strict=True):
+    for axis, title, values in zip(figure.subplots(1, 2), ("target", "predicted"), shown, strict=True):
         axis.imshow(values, cmap=MATRIX, vmin=0, vmax=0.6)
         axis.set(title=title, xlabel="original (key)", ylabel="mixed image (query)", xticks=range(12), yticks=range(11))
         axis.grid(False)
