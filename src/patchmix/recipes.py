@@ -87,7 +87,7 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
     after 5 minutes, 64.7 % after 60 minutes (166 TFLOPs); 71.8 % after 2 hours with the options of the second command.
 
     patchmix pretrain cifar10 --out runs/fast --recipe fast --budget 60min --workers 0
-    patchmix pretrain cifar10 --out runs/long --recipe fast --budget 2h --workers 0 --patch-size 4 --image-sizes 16 24 32
+    patchmix pretrain cifar10 --out runs/b --recipe fast --budget 2h --workers 0 --patch-size 4 --image-sizes 16 24 32
     """
     epochs = 20.0 if epochs is None else epochs
     small: dict[str, Any] = {"dim": 128, "depth": 4, "heads": 4} if model == "vit_tiny_patch8_32" else {}
