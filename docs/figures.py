@@ -1,7 +1,8 @@
 """Draws the pictures of README and docs: `make figures RUN=runs/fast PHOTOS=clothing`.
 
-The photos must be free to show; those in the repository are of a clothing set under CC0. The comparison of PatchMix and
-MoCo v3 is drawn, and printed as a table, from docs/results/runs.csv; the run's predictions are of its test images.
+The photos must be free to show; those in the repository are of a clothing set under CC0. The comparisons of PatchMix
+and MoCo v3 are drawn from docs/results/runs.csv, the one by views also printed; the run's predictions are of its
+test images.
 """
 
 from __future__ import annotations
@@ -33,17 +34,51 @@ DOCS = Path(__file__).parent
 IMAGES = DOCS / "images"
 METHODS = {"fast": "PatchMix", "mocov3": "MoCo v3"}
 VIEWS = {"flips": "flips only", "all views": "crops, flips, colors"}  # other groups of views keep their name
+TIMES = {  # minutes of CPU time on one core: group and name of the trainings, a mark for each seed
+    "PatchMix, fast": {1.25: ("speed", "fast"), 5: ("views", "fast, all views"), 60: ("hour", "fast")},
+    "MoCo v3, fast": {5: ("views", "mocov3, all views"), 60: ("hour", "mocov3")},
+    "PatchMix, fast, patch 4": {120: ("long", "fast, patch 4")},
+    "PatchMix, paper": {20: ("speed", "paper")},
+    "MoCo v3, paper": {20: ("speed", "mocov3, own settings")},
+    "PatchMix, official": {20: ("speed", "official")},
+}
+
+
+def read_runs() -> list[dict[str, str]]:
+    with (DOCS / "results" / "runs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@style()
+def show_times() -> None:
+    """kNN over the time of whole trainings."""
+    figure = Figure(figsize=(7.0, 3.0))
+    axis, runs = figure.subplots(), read_runs()
+    for color, (label, times) in zip(COLORS, TIMES.items(), strict=False):
+        knn = {
+            minutes: [float(run["knn"]) for run in runs if (run["group"], run["name"]) == training]
+            for minutes, training in times.items()
+        }
+        axis.plot(list(knn), [statistics.mean(values) for values in knn.values()], color=color)
+        marks = [(minutes, value) for minutes, values in knn.items() for value in values]
+        axis.plot(*zip(*marks, strict=True), "o", color=color, markersize=4, label=label)
+    axis.set_xscale("log")
+    ticks = sorted({minutes for times in TIMES.values() for minutes in times})
+    axis.set_xticks(ticks, [f"{minutes:g}" for minutes in ticks], minor=False)
+    axis.set_xticks([], minor=True)
+    axis.set(xlabel="minutes of CPU time on one core", ylabel="kNN in %")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    write({IMAGES / "times.png": figure})
 
 
 @style()
 def show_views() -> None:
     """kNN after equal time, a mark for each seed, by what is known about augmentation."""
     found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    with (DOCS / "results" / "runs.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["group"] == "views":
-                method, _, views = row["name"].partition(", ")
-                found[VIEWS.get(views, views)][method][row["seed"]] = float(row["knn"])
+    for row in read_runs():
+        if row["group"] == "views":
+            method, _, views = row["name"].partition(", ")
+            found[VIEWS.get(views, views)][method][row["seed"]] = float(row["knn"])
     figure = Figure(figsize=(5.4, 0.6 + 0.5 * len(found)))
     axis = figure.subplots()
     for height, (views, knn) in enumerate(reversed(found.items())):
@@ -115,6 +150,7 @@ def show_losses(run: Path) -> None:
 
 def main(run: Path, photos: str) -> None:
     show_views()
+    show_times()
     show_mix(ShowMix(photos, IMAGES / "mix.png", num_mix=3, patch_size=16, size=96, images=6, seed=3))
     show_losses(run)
     show_predictions(Run(run))

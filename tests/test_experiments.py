@@ -27,7 +27,7 @@ def experiments() -> Any:
 
 
 @pytest.mark.parametrize(
-    "group", ["views", "speed", "without", "methods", "mixes", "flips", "small", "labels", "hour", "long"]
+    "group", ["views", "speed", "without", "methods", "mixes", "flips", "small", "labels", "hour", "long", "photos"]
 )
 def test_every_training_is_a_known_one(experiments: Any, group: str) -> None:
     seen = set()

@@ -101,12 +101,15 @@ def rows(group: str) -> Iterator[Training]:
                 yield Training(f"mocov3, {name}", seed, "5min", f"{MOCO} {settings}")
     elif group == "speed":  # what the other recipes reach in four times the time of `views`, and `fast` in a sixteenth
         yield Training("fast", 0, "75s", "")
+        yield Training("fast, 20 minutes", 0, "20min", "")
+        yield Training("mocov3, 20 minutes", 0, "20min", MOCO)
         yield Training("paper", 0, "20min", f"--recipe paper {ENCODER}")
         yield Training("mocov3, own settings", 0, "20min", f"--recipe paper --method mocov3 {ENCODER}")
         yield Training("official", 0, "20min", f"--recipe official {ENCODER}")
     elif group == "without":
-        for name, settings in WITHOUT.items():
-            yield Training(name, 0, "5min", settings, tested=False)
+        for seed in (0, 1, 2):
+            for name, settings in WITHOUT.items():
+                yield Training(name, seed, "5min", settings, tested=False)
     elif group in CHOICES:  # each with three learning rates
         for lr in ("2e-3", "1e-3", "4e-3"):
             for name, settings in CHOICES[group].items():
@@ -136,9 +139,17 @@ def rows(group: str) -> Iterator[Training]:
         yield Training("mocov3", 0, "60min", MOCO, evaluations=("knn", "linear --protocol fast"))
     elif group == "long":  # finer patches, which pay in hours, and checkpoints for the curve
         settings = "--patch-size 4 --image-sizes 16 24 32 --checkpoint-epochs 4 --keep-checkpoints 30"
-        yield Training("fast, patch 4", 0, "2h", settings, evaluations=("knn", "linear --protocol fast"))
+        for name, method in {"fast": "", "mocov3": f"{MOCO} "}.items():
+            evaluations = ("knn", "linear --protocol fast")
+            yield Training(f"{name}, patch 4", 0, "2h", method + settings, evaluations=evaluations)
+    elif group == "photos":  # DATA is a folder of photos instead, of 64 px or more
+        settings = "--model vit_tiny_patch8_64 --dim 128 --depth 4 --heads 4 --image-sizes 32 48 64"
+        for name, method in {"fast": "", "mocov3": f"{MOCO} "}.items():
+            evaluations = ("knn", "linear --protocol fast")
+            yield Training(name, 0, "45min", method + settings, evaluations=evaluations)
     else:
-        known = ", ".join(("views", "speed", "without", *CHOICES, "flips", "small", "labels", "hour", "long"))
+        groups = ("views", "speed", "without", *CHOICES, "flips", "small", "labels", "hour", "long", "photos")
+        known = ", ".join(groups)
         raise SystemExit(f"group {group!r} is unknown; known: {known}")
 
 

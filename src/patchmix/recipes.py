@@ -116,13 +116,14 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
 
 
 def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Config:
-    """`fast` on generated images, a few minutes on two CPU cores; patch projection and AdamW suit these images better.
+    """`fast` on generated images, a few minutes on two CPU cores; larger crops, weaker color jitter, patch projection
+    and AdamW suit these images better.
 
     patchmix demo
     """
     config = fast(model, 12.0 if epochs is None else epochs)
     config = config.replace(
-        data="shapes", jitter=0.3, gray=0.0, stem="patch", optim="adamw", base_lr=4e-3, batch_size=64
+        data="shapes", area=(0.7, 1.0), jitter=0.3, gray=0.0, stem="patch", optim="adamw", base_lr=4e-3, batch_size=64
     )
     return config.replace(recipe="demo", workers=0, monitor_every=2.0, monitor_bank=4_000, monitor_queries=1_000)
 
