@@ -35,8 +35,13 @@ IMAGES = DOCS / "images"
 METHODS = {"fast": "PatchMix", "mocov3": "MoCo v3"}
 VIEWS = {"flips": "flips only", "all views": "crops, flips, colors"}  # other groups of views keep their name
 TIMES = {  # minutes of CPU time on one core: group and name of the trainings, a mark for each seed
-    "PatchMix, fast": {1.25: ("speed", "fast"), 5: ("views", "fast, all views"), 60: ("hour", "fast")},
-    "MoCo v3, fast": {5: ("views", "mocov3, all views"), 60: ("hour", "mocov3")},
+    "PatchMix, fast": {
+        1.25: ("speed", "fast"),
+        5: ("views", "fast, all views"),
+        20: ("speed", "fast, 20 minutes"),
+        60: ("hour", "fast"),
+    },
+    "MoCo v3, fast": {5: ("views", "mocov3, all views"), 20: ("speed", "mocov3, 20 minutes"), 60: ("hour", "mocov3")},
     "PatchMix, fast, patch 4": {120: ("long", "fast, patch 4")},
     "PatchMix, paper": {20: ("speed", "paper")},
     "MoCo v3, paper": {20: ("speed", "mocov3, own settings")},
