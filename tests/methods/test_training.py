@@ -55,7 +55,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def configuration(name: str, *, epochs: float, **settings: Any) -> Config:
     heads = {"head_hidden": 256, "head_out": 256 if name in ("dino", "ibot") else 64}
-    return demo(epochs=epochs).replace(method=name, **heads, **SETTINGS[name], **settings)
+    config = demo(epochs=epochs).replace(area=(0.4, 1.0))  # the demo's larger crops suit PatchMix, not SwAV
+    return config.replace(method=name, **heads, **SETTINGS[name], **settings)
 
 
 def run(config: Config, source: InMemorySource, folder: Path, evaluators: Any = ()) -> list[dict[str, Any]]:
