@@ -34,7 +34,7 @@ DOCS = Path(__file__).parent
 IMAGES = DOCS / "images"
 METHODS = {"fast": "PatchMix", "mocov3": "MoCo v3"}
 VIEWS = {"flips": "flips only", "all views": "crops, flips, colors"}  # other groups of views keep their name
-TIMES = {  # minutes of CPU time on one core: group and name of the trainings, a mark for each seed
+TIMES = {  # minutes on one core: group and name of the trainings, a mark for each seed
     "PatchMix, fast": {
         1.25: ("speed", "fast"),
         5: ("views", "fast, all views"),
@@ -71,7 +71,7 @@ def show_times() -> None:
     ticks = sorted({minutes for times in TIMES.values() for minutes in times})
     axis.set_xticks(ticks, [f"{minutes:g}" for minutes in ticks], minor=False)
     axis.set_xticks([], minor=True)
-    axis.set(xlabel="minutes of CPU time on one core", ylabel="kNN in %")
+    axis.set(xlabel="minutes on one core", ylabel="kNN in %")
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     write({IMAGES / "times.png": figure})
 

@@ -121,10 +121,8 @@ def rows(group: str) -> Iterator[Training]:
         for seed in (0, 1, 2):
             for images in (1_000, 5_000, 20_000):
                 for name, method in COMPARED.items():
-                    settings, evaluations = METHODS[method], ("knn", "linear --protocol fast")
-                    yield Training(
-                        f"{name}, {images} images", seed, "10min", settings, slice(images), True, evaluations
-                    )
+                    label = f"{name}, {images} images"
+                    yield Training(label, seed, "10min", METHODS[method], slice(images), True, FROZEN)
     elif group == "labels":  # the same, then trained with their labels; and that from nothing
         for images in (1_000, 5_000, 20_000):
             finetune = "finetune --epochs 8 --base-lr 1e-3 --batch-size 128"  # of 20,000 images, see `repeated`
@@ -135,24 +133,23 @@ def rows(group: str) -> Iterator[Training]:
             finetune += " --layer-decay 1"
             yield Training(f"supervised, {images} images", 0, "1s", "", slice(images), True, (finetune,))
     elif group == "hour":
-        yield Training("fast", 0, "60min", "", evaluations=("knn", "linear --protocol fast"))
-        yield Training("mocov3", 0, "60min", MOCO, evaluations=("knn", "linear --protocol fast"))
+        for name, method in PAIR.items():
+            yield Training(name, 0, "60min", method, evaluations=FROZEN)
     elif group == "long":  # finer patches, which pay in hours, and checkpoints for the curve
         settings = "--patch-size 4 --image-sizes 16 24 32 --checkpoint-epochs 4 --keep-checkpoints 30"
-        for name, method in {"fast": "", "mocov3": f"{MOCO} "}.items():
-            evaluations = ("knn", "linear --protocol fast")
-            yield Training(f"{name}, patch 4", 0, "2h", method + settings, evaluations=evaluations)
+        for name, method in PAIR.items():
+            yield Training(f"{name}, patch 4", 0, "2h", f"{method} {settings}".strip(), evaluations=FROZEN)
     elif group == "photos":  # DATA is a folder of photos instead, of 64 px or more
         settings = "--model vit_tiny_patch8_64 --dim 128 --depth 4 --heads 4 --image-sizes 32 48 64"
-        for name, method in {"fast": "", "mocov3": f"{MOCO} "}.items():
-            evaluations = ("knn", "linear --protocol fast")
-            yield Training(name, 0, "45min", method + settings, evaluations=evaluations)
+        for name, method in PAIR.items():
+            yield Training(name, 0, "45min", f"{method} {settings}".strip(), evaluations=FROZEN)
     else:
-        groups = ("views", "speed", "without", *CHOICES, "flips", "small", "labels", "hour", "long", "photos")
-        known = ", ".join(groups)
-        raise SystemExit(f"group {group!r} is unknown; known: {known}")
+        known = ("views", "speed", "without", *CHOICES, "flips", "small", "labels", "hour", "long", "photos")
+        raise SystemExit(f"group {group!r} is unknown; known: {', '.join(known)}")
 
 
+PAIR = {"fast": "", "mocov3": MOCO}
+FROZEN = ("knn", "linear --protocol fast")  # evaluations of the encoder as it is
 COMPARED = {"fast": "patchmix", "mocov3": "mocov3", "sdmp": "sdmp"}
 CHOICES = {"methods": METHODS, "mixes": MIXES}
 

@@ -116,7 +116,7 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
 
 
 def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Config:
-    """`fast` on generated images, a few minutes on two CPU cores; larger crops, weaker color jitter, patch projection
+    """`fast` on generated images, a few minutes on two CPU cores; larger crops, less color jitter, patch projection
     and AdamW suit these images better.
 
     patchmix demo
