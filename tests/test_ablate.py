@@ -95,6 +95,10 @@ def test_terms_keep_the_recipes_weights() -> None:
     assert list(official["oto+mto"].method.options.weights) == [1, 0.5, 0]
     given = configs("terms", weights=(3, 2, 1))
     assert list(given["oto+mto+mtm"].method.options.weights) == [3, 2, 1]
+    fast = configs("terms", recipe="fast", weights=(1, 1, 1))
+    assert {c.method.options.region_weight for c in fast.values()} == {0.0}
+    with pytest.raises(ValueError, match="row mtm has a term of weight 0; give all three, such as --weights 1 1 1"):
+        configs("terms", recipe="fast")
     with pytest.raises(ValueError, match="method simclr has no terms"):
         configs("terms", method="simclr")
 

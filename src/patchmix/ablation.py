@@ -108,7 +108,10 @@ def row_configs(settings: Ablate, rows: Sequence[AblationRow]) -> dict[str, Conf
             weights = getattr(config.method.options, "weights", ())
             if len(weights) != 3:
                 raise ValueError(f"method {method} has no terms to leave out; use --method patchmix")
-            config = config.replace(weights=tuple(w * stays for w, stays in zip(weights, row.terms, strict=True)))
+            kept = tuple(w * stays for w, stays in zip(weights, row.terms, strict=True))
+            if any(stays and not w for w, stays in zip(kept, row.terms, strict=True)):
+                raise ValueError(f"row {row.name} has a term of weight 0; give all three, such as --weights 1 1 1")
+            config = config.replace(weights=kept, **({"region_weight": 0.0} if "region_weight" in known else {}))
         configs[row.name] = config
     return configs
 

@@ -32,6 +32,7 @@ from patchmix.methods.regioncl import RegionCL
 from patchmix.methods.sdmp import SDMP
 from patchmix.methods.simclr import SimCLR
 from patchmix.methods.swav import SwAV
+from patchmix.nn import patch_size_of
 from patchmix.nn.tokens import TokenDropout
 from patchmix.nn.vit import (
     create_encoder,
@@ -40,7 +41,7 @@ from patchmix.nn.vit import (
     initialize_attention_as_mimetic,
     set_sincos_positions,
 )
-from patchmix.schedules import Cosine, Linear, WarmupCosine
+from patchmix.schedules import Cosine, Linear, WarmupCosine, stage
 from patchmix.train import optimizer
 from patchmix.train.loop import Evaluator, Plan
 
@@ -67,7 +68,8 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
         initialize_attention_as_mimetic(encoder)
     if model.positions not in (None, "learned"):
         set_sincos_positions(encoder, fixed=model.positions == "fixed-sincos")
-    encoder.author_positions = model.author_positions and encoder.num_prefix_tokens == 1  # type: ignore[assignment]
+    one = encoder.num_prefix_tokens == 1 and not getattr(encoder, "no_embed_class", False)  # the class token's
+    encoder.author_positions = model.author_positions and one  # type: ignore[assignment]
     if model.freeze_blocks:
         freeze_blocks(encoder, model.freeze_blocks)
     return encoder
@@ -75,7 +77,7 @@ def build_encoder(model: ModelConfig, *, any_image_size: bool = False) -> Vision
 
 def encoder_config(config: Config) -> ModelConfig:
     """The model of a run, with the method's own positions where none are chosen."""
-    if config.model.positions is None and config.method.name == "mocov3":
+    if config.model.positions is None and config.method.name in ("mocov3", "sdmp"):
         return replace(config.model, positions="fixed-sincos")
     return config.model
 
@@ -92,10 +94,37 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
             encoder.load_state_dict(encoder_weights)
         if any(config.train.token_dropout) and not isinstance(getattr(encoder, "patch_drop", None), TokenDropout):
             raise ValueError(f"token_dropout: {config.model.name} cannot drop tokens; leave --token-dropout out")
+        check_sizes(config, encoder)
         encoder.set_grad_checkpointing(config.runtime.recompute)
         if config.method.name == "distill":
+            if config.views.local_crops:
+                raise ValueError("method distill has no use for local crops; use --local-crops 0")
             return Distill(encoder, build_teacher(config), config.method.options)
         return METHODS[config.method.name](encoder, config.method.options)
+
+
+def check_sizes(config: Config, encoder: VisionTransformer) -> None:
+    """A ValueError if the images of any stage do not fit the patches, or what PatchMix makes of them."""
+    patch, side, options = patch_size_of(encoder), encoder.patch_embed.img_size[0], config.method.options
+    crops = [config.views.local_size] * min(1, config.views.local_crops)
+    for size in (*config.train.image_sizes, *crops):
+        if size % patch:
+            raise ValueError(f"images of {size} px do not divide into patches of {patch} px; use multiples of {patch}")
+    if max(config.train.image_sizes, default=0) > side:
+        raise ValueError(
+            f"image_sizes has {max(config.train.image_sizes)}; the model takes images of {side} px at most"
+        )
+    if getattr(options, "mix_blocks", None) is None or options.mix != "patchmix":
+        return
+    for progress in [(i + 0.5) / 60 for i in range(60)]:
+        block, most = stage(options.mix_blocks, progress), max(options.num_mix_at(progress), default=1)
+        for size in (stage(config.train.image_sizes or (side,), progress), *crops):
+            rows = size // patch
+            if rows % block:
+                raise ValueError(f"mix_blocks has {block}; the {rows} × {rows} patches of images of {size} px do not "
+                                 "divide into such blocks")  # fmt: skip
+            if (rows // block) ** 2 < most:
+                raise ValueError(f"num_mix has {most}; images of {size} px have {(rows // block) ** 2} blocks to mix")
 
 
 def build_teacher(config: Config) -> Teacher:

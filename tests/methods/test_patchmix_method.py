@@ -304,6 +304,16 @@ def test_mixed_local_crops_have_their_own_shares(name: str) -> None:
     assert out["mixlocal"].item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize(("weights", "terms"), [((1, 0, 0), {"local"}), ((0, 1, 0), {"mixlocal"}), ((0, 0, 1), set())])
+def test_terms_of_weight_0_have_no_local_crops(weights: tuple[float, float, float], terms: set[str]) -> None:
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, any_image_size=True)
+    method = PatchMixMethod(encoder, PatchMixOptions(weights=weights, head_hidden=32, head_out=16)).train()
+    out = method([*views(), torch.randn(6, 3, 8, 8)])
+    assert {"local", "mixlocal"} & out.keys() == terms
+    logged = sum(value for name, value in out.items() if name != "loss" and "/" not in name)
+    torch.testing.assert_close(out["loss"], logged)
+
+
 def test_chance_and_floor_are_logged_for_every_term() -> None:
     out = make(num_mix=3).train()(views(8))
     assert out["oto/chance"].item() == pytest.approx(math.log(8))
@@ -424,7 +434,7 @@ def test_when_the_momentum_encoder_moves(when: str) -> None:
         ({"num_mix": 0}, "num_mix is 0"),
         ({"weights": (0, 0, 0)}, "at least one of the three"),
         ({"mix": "cutmix", "region_weight": 1.0}, "region_weight needs --mix patchmix"),
-        ({"mix_blocks": (3,)}, "mix_blocks has 3; the grid of 4 × 4 patches"),
+        ({"mix_blocks": ()}, "mix_blocks is"),
     ],
 )
 def test_impossible_options(options: dict, message: str) -> None:

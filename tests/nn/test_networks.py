@@ -189,7 +189,7 @@ def test_positions_are_chosen_by_the_configuration() -> None:
     assert learned.pos_embed.std() < 0.1 < sincos.pos_embed.std()
     assert torch.equal(sincos.pos_embed, fixed.pos_embed)
     assert sincos.pos_embed.requires_grad and not fixed.pos_embed.requires_grad
-    for method, positions in (("mocov3", "fixed-sincos"), ("dino", None)):
+    for method, positions in (("mocov3", "fixed-sincos"), ("sdmp", "fixed-sincos"), ("dino", None)):
         assert encoder_config(Config().replace(method=method)).positions == positions
     assert encoder_config(Config().replace(method="mocov3", positions="learned")).positions == "learned"
 

@@ -33,7 +33,7 @@ QUIET = Console(quiet=True)
 
 
 def shape(image: int, patch: int, dim: int, depth: int, stem: str = "patch") -> Architecture:
-    return Architecture("vit", image, patch, 3, dim, depth, heads=1, stem=stem)
+    return Architecture(f"vit_tiny_patch{patch}_{image}", image, patch, 3, dim, depth, heads=1, stem=stem)
 
 
 def test_every_registered_method_has_a_cost() -> None:
@@ -198,15 +198,17 @@ def test_the_closed_form_follows_the_methods_options(method: str) -> None:
         {"momentum_encoder": False},
     ],
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_the_closed_form_knows_directions_shares_and_dropout(options: dict[str, Any], dropout: float) -> None:
-    options |= {"head_hidden": 96, "head_out": 24}
-    built = REGISTERED["patchmix"](
-        create_encoder("vit_tiny_patch4_32", dim=48, depth=2, heads=2), METHOD_OPTIONS["patchmix"](**options)
-    ).train()
+@pytest.mark.parametrize(("dropout", "crops"), [(0.0, 0), (0.5, 0), (0.0, 2)])
+def test_the_closed_form_knows_directions_shares_dropout_and_crops(
+    options: dict[str, Any], dropout: float, crops: int
+) -> None:
+    options = options | {"head_hidden": 96, "head_out": 24}
+    encoder = create_encoder("vit_tiny_patch4_32", dim=48, depth=2, heads=2, any_image_size=True)
+    built = REGISTERED["patchmix"](encoder, METHOD_OPTIONS["patchmix"](**options)).train()
     built.drop_tokens(dropout)
-    counted = sum(count_flops(built, [torch.randn(8, 3, 32, 32) for _ in range(2)]))
+    counted = sum(count_flops(built, [torch.randn(8, 3, size, size) for size in (32, 32, *[16] * crops)]))
     as_it_runs: dict[str, Any] = {"batch": 8, "attention": True, "class_token": True, "token_dropout": dropout}
+    as_it_runs |= {"local_crops": crops, "local_size": 16}
     expected = method_flops("patchmix", shape(32, 4, 48, 2), options=options, **as_it_runs)
     assert expected == pytest.approx(counted, rel=0.03)
 
@@ -217,6 +219,8 @@ def test_a_runs_cost_is_that_of_its_stages() -> None:
     half = config_flops(config.replace(image_sizes=(16, 32)))
     full = config_flops(config)
     assert small is not None and full is not None and half == pytest.approx((small + full) / 2)
+    budget = config_flops(config.replace(image_sizes=(16, 32), budget="1h"))  # more images where they are small
+    assert budget == pytest.approx(2 / (1 / small + 1 / full))
     dropped, always = (config_flops(config.replace(token_dropout=share)) for share in ((0.5, 0.0), (0.25, 0.25)))
     assert dropped is not None and dropped < full and dropped == pytest.approx(always, rel=0.01)
 
@@ -242,6 +246,14 @@ def test_what_torch_counts_without_computing(method: str) -> None:
     expected = method_flops(
         method, shape(64, 16, 192, 12), attention=True, class_token=True, local_crops=2, local_size=32
     )
+    assert sum(count_flops(built, views)) == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["vit_small_plus_patch16_dinov3", "vit_small_patch14_reg4_dinov2"])
+def test_registers_and_gated_mlps_are_counted(name: str) -> None:
+    model = ModelConfig(name, image_size=64 if "16" in name else 56, depth=2)
+    built, views = build_weightless(model, MethodConfig("simclr", METHOD_OPTIONS["simclr"]()), batch=2)
+    expected = method_flops("simclr", shape_of(model), attention=True, class_token=True)
     assert sum(count_flops(built, views)) == pytest.approx(expected, rel=0.03)
 
 

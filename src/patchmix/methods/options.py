@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Interval, MinLen
+
+from patchmix.schedules import stage
 
 Count = Annotated[int, Ge(1)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
@@ -16,20 +18,21 @@ class PatchMixOptions:
     """PatchMix, with the paper's defaults; docs/fidelity.md lists where the authors' code differs."""
 
     mix: MixName = "patchmix"  # How images are mixed.
-    num_mix: int | tuple[int, ...] = 3  # M, images per mix; each step draws one of several values.
+    num_mix: int | tuple[int, ...] = 3  # M, images per mix of patchmix; each step draws one of several values.
     num_mix_stages: bool = False  # Take the values of num_mix in turn, each for an equal part of the training.
-    mix_blocks: tuple[Count, ...] = (1,)
+    mix_blocks: Annotated[tuple[Count, ...], MinLen(1)] = (1,)
     """Side of the mixed blocks in patches; several values, such as 4 2 1, take equal parts of the training."""
     temperature: Temperature = 0.2  # Temperature τ.
-    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # Weights of origin-to-origin, mix-to-origin and mix-to-mix.
+    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Weights of origin-to-origin, mix-to-origin and mix-to-mix; 0 also leaves out the local crops of the first two."""
     region_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of region-to-origin: in a mixed image, each original has a class token of its own, a query for its key."""
     mixed_ramp: Fraction = 0.0  # Fraction of the training over which the weights of the mixed terms rise from 0.
     directions: Literal["paper", "shared", "symmetric"] = "paper"
     """The paper mixes view 1 and contrasts plain queries of view 2 with keys of view 1. With shared, all queries are of
     view 1 and all keys of view 2, which saves a pass; symmetric adds the opposite of the paper's direction."""
-    plain_share: Fraction = 1.0  # Fraction of the batch whose plain images are queries.
-    mixed_share: Fraction = 1.0  # Fraction of the batch whose mixed images are queries.
+    plain_share: Annotated[float, Interval(gt=0, le=1)] = 1.0  # Fraction of the batch whose plain images are queries.
+    mixed_share: Annotated[float, Interval(gt=0, le=1)] = 1.0  # Fraction of the batch whose mixed images are queries.
     normalize_mix_to_mix: bool = False  # Scale the rows of ω to sum to 1; in the paper they sum to M.
     mix_across: bool = False  # Mix over the batch of all processes, not per process.
     label_smoothing: Fraction = 0.0  # Label smoothing of origin-to-origin.
@@ -40,6 +43,11 @@ class PatchMixOptions:
     momentum_update: Literal["after_step", "before_keys"] = "after_step"  # When the momentum encoder is updated.
     head_hidden: Count = 4096  # Width of the heads' hidden layers.
     head_out: Count = 256  # Size of the projections and predictions.
+
+    def num_mix_at(self, progress: float) -> tuple[int, ...]:
+        """The values of M that a step draws from."""
+        values = (self.num_mix,) if isinstance(self.num_mix, int) else self.num_mix
+        return (stage(values, progress),) if self.num_mix_stages else values
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ class SDMPOptions(MoCoV3Options):
 
 @dataclass(frozen=True)
 class RegionCLOptions:
-    """RegionCL: regions as in the authors' configuration, weights as in the paper; the rest is MoCo v3's."""
+    """RegionCL: regions as in the authors' configuration, weights as in the paper; heads and momentum are MoCo v3's."""
 
     region_sides: tuple[float, float] = (3 / 7, 5 / 7)  # Range of the region's side, as a fraction of the image's.
     weights: tuple[float, float] = (1.0, 1.0)  # Weights of the instance level and the region level.

@@ -40,11 +40,10 @@ class PatchMixMethod(Method):
         """How this part of the training mixes, and how much its mixed terms count."""
         options = self.options
         self.block = stage(options.mix_blocks, progress)
-        num_mix = (options.num_mix,) if isinstance(options.num_mix, int) else options.num_mix
         self.mix = create_mix(
             options.mix,
             patch_size=self.patch_size * self.block,
-            num_mix=stage(num_mix, progress) if options.num_mix_stages else num_mix,
+            num_mix=options.num_mix_at(progress),
             generator=self.shared_generator if options.mix_across else self.generator,
         )
         self.ramp.fill_(Linear(0.0, 1.0, options.mixed_ramp)(progress))
@@ -68,11 +67,12 @@ class PatchMixMethod(Method):
         oto, mto, mtm = self.options.weights  # a batch that only terms of weight 0 need is not computed
         region, directions = self.options.region_weight, self.options.directions
         shared, symmetric = directions == "shared", directions == "symmetric"
+        local = bool(crops) and bool(oto or mto)
         # Without a momentum encoder the keys of x2 are the projections of its queries: no pass of their own.
         reuse = self.momentum_copy is None and bool(oto) and self.options.plain_share == 1.0 and directions == "paper"
         z1, z2, z_mix1, z_mix2 = self.keys(  # line 9
-            x1 if symmetric or ((oto or crops) and not shared) else None,
-            x2 if symmetric or crops or ((mto or region) and not reuse) or (oto and shared) else None,
+            x1 if symmetric or ((oto or local) and not shared) else None,
+            x2 if symmetric or local or ((mto or region) and not reuse) or (oto and shared) else None,
             mix1.images if mtm and symmetric else None,
             mix2.images if mtm else None,
         )
@@ -108,12 +108,15 @@ class PatchMixMethod(Method):
                 y_region = torch.cat([self.targets(y)[mixed_rows] for y in of_groups])
                 terms.add("region", region * self.ramp, (h_region, z_origin), target=y_region)
 
-        if crops:
+        if local:
             y_mto = torch.cat([self.targets(crop.share) for crop in mixed_crops])
-            h, h_mix = self.queries(torch.cat(crops), torch.cat([crop.images for crop in mixed_crops]))
+            mixed_images = torch.cat([crop.images for crop in mixed_crops])
+            h, h_mix = self.queries(torch.cat(crops) if oto else None, mixed_images if mto else None)
             for z in [z2] if shared else [z1, z2]:
-                terms.add("local", 1.0, (h, z), target=y_oto.repeat(len(crops), 1))
-                terms.add("mixlocal", self.ramp, (h_mix, z), target=y_mto)
+                if oto:
+                    terms.add("local", 1.0, (h, z), target=y_oto.repeat(len(crops), 1))
+                if mto:
+                    terms.add("mixlocal", self.ramp, (h_mix, z), target=y_mto)
         return terms.total()  # Eq. 16
 
     def mixed(self, mix: Mix, x: Tensor) -> Mixed:
@@ -174,7 +177,3 @@ def _check(options: PatchMixOptions, encoder: VisionTransformer) -> None:
     if options.region_weight and not (patches and is_plain(encoder)):
         reason = "a ViT of plain blocks with a class token" if patches else "--mix patchmix, which mixes whole patches"
         raise ValueError(f"region_weight needs {reason}; add --region-weight 0")
-    rows, columns = encoder.patch_embed.grid_size
-    for block in options.mix_blocks:
-        if patches and (rows % block or columns % block):
-            raise ValueError(f"mix_blocks has {block}; the grid of {rows} × {columns} patches is not a multiple of it")

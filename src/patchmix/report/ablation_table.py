@@ -28,7 +28,12 @@ TITLES: dict[str, str] = {
     "method": "Methods side by side",
 }
 # The settings that an ablation varies: a user can't set them for all rows.
-VARIED = {"mix": ("mix", "region_weight"), "num-mix": ("num_mix", "mix"), "method": ("method",)}
+VARIED = {
+    "mix": ("mix", "region_weight"),
+    "num-mix": ("num_mix", "mix"),
+    "terms": ("region_weight",),
+    "method": ("method",),
+}
 
 PROTOCOLS = {"knn": "kNN", "linear-fast": "linear"}  # protocol → its name in tables
 HEALTH = {"rank": "rank", "mean_cosine": "cosine"}  # where there are no labels

@@ -7,6 +7,7 @@ out what the last block would do for unused tokens. Norms, activations and the s
 
 import functools
 import itertools
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from patchmix.build import build_encoder
 from patchmix.config import Config, ModelConfig
 from patchmix.interop.backbone import Architecture
 from patchmix.methods.options import METHOD_OPTIONS
+from patchmix.nn import is_plain
 from patchmix.nn.vit import ConvStem
 from patchmix.schedules import Linear, stage
 from patchmix.settings import Flops
@@ -48,14 +50,24 @@ def shape_of(model: ModelConfig) -> Architecture:
         return Architecture.of(model.name, build_encoder(replace(model, initialization="timm", positions="learned")))
 
 
+@functools.cache
+def block_of(shape: Architecture) -> tuple[int, int, bool]:
+    """Class and register tokens, weights of a block's linear layers, and whether the last block may be shortened."""
+    with torch.device("meta"):
+        encoder = shape.create()
+    weights = sum(parameter.numel() for parameter in encoder.blocks[0].parameters() if parameter.ndim == 2)
+    return encoder.num_prefix_tokens, weights, is_plain(encoder)
+
+
 def encoder_flops(
     shape: Architecture, *, attention: bool = False, class_token: bool = False, token_dropout: float = 0.0
 ) -> int:
-    """One image through the ViT: patch embedding and blocks with an MLP of four times the width.
+    """One image through the ViT: patch embedding and blocks.
 
     class_token: the last block computes the class token only, as it does here where the others are not used.
     """
-    tokens, d = max(1, round((1 - token_dropout) * shape.patches)) + 1, shape.dim
+    prefix, weights, plain = block_of(replace(shape, image_size=shape.patch_size))
+    tokens, d = max(1, round((1 - token_dropout) * shape.patches)) + prefix, shape.dim
     embedding = 2 * shape.patches * shape.in_chans * shape.patch_size**2 * d
     if shape.stem == "conv":
         stem = ConvStem(shape.in_chans, d, shape.patch_size)
@@ -64,11 +76,11 @@ def encoder_flops(
         embedding = 2 * sum(n * weights for n, weights in zip([*pixels, pixels[-1]], convolutions, strict=True))
 
     def block(queries: int) -> int:
-        linear = 2 * d * d * (2 * tokens + 10 * queries)  # keys and values 2d²; queries and projection 2d², MLP 8d²
+        linear = 2 * (2 * d * d * tokens + (weights - 2 * d * d) * queries)  # keys and values; all else
         scores = 2 * 2 * queries * tokens * d if attention else 0  # q·kᵀ and its product with v
         return linear + scores
 
-    return embedding + (shape.depth - 1) * block(tokens) + block(1 if class_token else tokens)
+    return embedding + (shape.depth - 1) * block(tokens) + block(1 if class_token and plain else tokens)
 
 
 def mlp_flops(*widths: int) -> int:
@@ -92,7 +104,9 @@ class Iteration:
     momentum_all_tokens: int = 0
 
 
-def iteration(method: str, shape: Architecture, options: Mapping[str, Any] | None = None) -> Iteration:
+def iteration(
+    method: str, shape: Architecture, options: Mapping[str, Any] | None = None, local_crops: int = 0
+) -> Iteration:
     """What each method computes; `options` are its own, where they differ from its defaults."""
     if method not in METHOD_OPTIONS:
         raise ValueError(f"method is {method!r}; FLOPs are known for {', '.join(METHOD_OPTIONS)}")
@@ -129,13 +143,16 @@ def iteration(method: str, shape: Architecture, options: Mapping[str, Any] | Non
     mixed = ways * option["mixed_share"] * bool(mto or mtm or region)
     reuse = not option["momentum_encoder"] and plain == 1 and option["directions"] == "paper"
     originals = (oto and shared) or ((mto or region) and not reuse)
-    origin_keys = 2 if ways == 2 else bool(oto and not shared) + bool(originals)
+    local_views = bool(oto) + bool(mto)
+    origin_keys = bool(oto and not shared) + bool(originals)
+    if ways == 2 or (local_crops and local_views):
+        origin_keys = 1 if shared else 2
     return Iteration(
         plain + mixed,
         origin_keys + ways * bool(mtm),
         query,
         project,
-        local_views=2,
+        local_views=local_views,
         regions=mixed * float(np.mean(option["num_mix"])) if region else 0,
     )
 
@@ -158,15 +175,16 @@ def method_flops(
     With `attention` and `class_token` it is what runs here; without, it is the paper's count. `patch_heads=False`
     leaves out iBOT's head on patch tokens, as the paper's column seems to.
     """
-    steps = iteration(method, shape, options)
+    steps = iteration(method, shape, options, local_crops)
     cost = functools.partial(encoder_flops, attention=attention)
     query_cost = functools.partial(cost, token_dropout=token_dropout)
     drops = (options or {}).get("momentum_encoder") is False  # the encoder drops tokens of its keys, too
     key, query = (each(shape, class_token=class_token) for each in (query_cost if drops else cost, query_cost))
     crop = query_cost(replace(shape, image_size=local_size), class_token=class_token)
     online = steps.online_views * (query + steps.online_head) + steps.online_all_tokens * (query_cost(shape) - query)
-    tokens, d = max(1, round((1 - token_dropout) * shape.patches)) + 1, shape.dim
-    region = 18 * d * d + (4 * tokens * d if attention else 0)  # attention's projection, MLP; attention
+    prefix, weights, _ = block_of(replace(shape, image_size=shape.patch_size))
+    tokens, d = max(1, round((1 - token_dropout) * shape.patches)) + prefix, shape.dim
+    region = 2 * (weights - 3 * d * d) + (4 * tokens * d if attention else 0)  # attention's projection, MLP; attention
     online += steps.regions * (region + steps.online_head)
     online += local_crops * steps.local_views * (crop + steps.online_head)
     momentum = steps.momentum_views * (key + steps.momentum_head) + steps.momentum_all_tokens * (cost(shape) - key)
@@ -176,17 +194,21 @@ def method_flops(
 
 
 def config_flops(config: Config, *, class_token: bool = True) -> int | None:
-    """FLOPs of a step per image, with attention, on average over the training; None without a known closed form."""
+    """FLOPs of a step per image, with attention, on average over the training; None without a known closed form.
+
+    Stages of the training have equally many images, or with a budget equal FLOPs.
+    """
     how: dict[str, Any] = {"batch": 1, "attention": True, "class_token": class_token}
     how |= {"local_crops": config.views.local_crops, "local_size": config.views.local_size}
     dropout, costs = Linear(*config.train.token_dropout, duration=1.0), []
     try:
         shape, options = shape_of(config.model), asdict(config.method.options)
         for progress in [(i + 0.5) / 12 for i in range(12)]:
-            size = min(stage(config.train.image_sizes or (shape.image_size,), progress), shape.image_size)
+            size = stage(config.train.image_sizes or (shape.image_size,), progress)
             how["token_dropout"] = dropout(progress)
             costs.append(method_flops(config.method.name, replace(shape, image_size=size), options=options, **how))
-        return round(sum(costs) / len(costs))
+        mean = statistics.mean if config.train.budget is None else statistics.harmonic_mean
+        return round(mean(costs))
     except ValueError:  # another project's method or model
         return None
 

@@ -220,7 +220,7 @@ def memory(config: Config, n: int, *, low: bool, recompute: bool, several: bool 
         pixels = [(side >> i + 1) ** 2 * (shape.dim >> halvings - 1 - i) for i in range(halvings)]
         return 2 * sum(pixels) * narrow  # what batch norms and ReLUs keep
 
-    steps = iteration(config.method.name, shape, asdict(config.method.options))
+    steps = iteration(config.method.name, shape, asdict(config.method.options), config.views.local_crops)
     crops = config.views.local_crops * steps.local_views
     options, rows = config.method.options, steps.online_views + crops + steps.regions
     vectors = rows * (6 * options.head_hidden + 4 * options.head_out) * narrow

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from patchmix.build import build_encoder, build_method
+from patchmix.config import ModelConfig
+from patchmix.nn.tokens import class_tokens
+from patchmix.recipes import fast
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image_sizes": (16, 20, 32)}, "images of 20 px do not divide into patches of 8 px"),
+        ({"image_sizes": (16, 20, 32), "method": "mocov3"}, "images of 20 px do not divide"),
+        ({"local_crops": 1, "local_size": 20, "method": "mocov3"}, "images of 20 px do not divide"),
+        ({"image_sizes": (16, 64)}, "image_sizes has 64; the model takes images of 32 px at most"),
+        ({"image_sizes": (24, 32), "mix_blocks": (2, 1)}, "mix_blocks has 2; the 3 × 3 patches of images of 24 px"),
+        ({"mix_blocks": (4, 2, 1)}, "num_mix has 2; images of 32 px have 1 blocks to mix"),
+        ({"image_sizes": (32, 8), "patch_size": 4, "num_mix": 9}, "num_mix has 9; images of 8 px have 4 blocks"),
+        ({"local_crops": 1, "local_size": 8, "num_mix": 2}, "num_mix has 2; images of 8 px have 1 blocks"),
+        ({"method": "distill", "local_crops": 1, "teacher": "timm:vit"}, "distill has no use for local crops"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_the_training(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_method(fast().replace(**changes))
+
+
+def test_stages_are_checked_in_the_order_they_take() -> None:
+    build_method(fast().replace(patch_size=4, image_sizes=(16, 24, 32), mix_blocks=(2, 3, 4)))
+    build_method(fast().replace(mix_blocks=(4, 1), num_mix=(1, 2), num_mix_stages=True))
+    build_method(fast().replace(mix="cutmix", region_weight=0, local_crops=1, local_size=8))
+
+
+def test_a_vit_without_a_position_for_its_class_token_takes_other_sizes() -> None:
+    model = ModelConfig("deit3_small_patch16_224", image_size=64, dim=24, depth=2, heads=2)
+    encoder = build_encoder(model, any_image_size=True)
+    assert class_tokens(encoder, torch.randn(2, 3, 32, 32)).shape == (2, 24)
