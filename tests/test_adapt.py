@@ -186,14 +186,30 @@ def test_a_resumed_run_ends_in_the_same_weights_and_knows_its_start(trained_run:
     whole = patchmix.adapt(moved, "shapes:64", tmp_path / "whole", **settings)
     (tmp_path / "cut").mkdir()
     shutil.copytree(whole.path / "checkpoints", tmp_path / "cut" / "checkpoints", symlinks=True)
+    shutil.copy(whole.path / "best.safetensors", tmp_path / "cut")
     for step in (3, 4):
         (tmp_path / "cut" / "checkpoints" / f"step-{step:09d}.pt").unlink()
-    shutil.rmtree(moved)  # a resumed run needs its own checkpoint only
+    shutil.rmtree(moved)  # a resumed run needs its own files only
     again = patchmix.adapt(moved, "shapes:64", tmp_path / "cut", resume="auto", **settings)
     assert again.load().digest() == whole.load().digest()
     ends = [load_checkpoint(run.path / "checkpoints" / "last")["start"] for run in (whole, again)]
     assert all(torch.equal(ends[0].pop(name), ends[1].pop(name)) for name in ("neighbors", "correct"))
     assert ends[0] == ends[1] and "knn_margin" in ends[0]["last"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_best_weights_follow_into_another_folder(
+    kept: bool, photos: Path, trained_run: Path, tmp_path: Path
+) -> None:
+    wrong = {"base_lr": 30.0, "encoder_lr": 1.0, "layer_decay": 1.0, "head_warmup": 0.0, "warmup_epochs": 0.0}
+    settings = SMALL | wrong | {"epochs": 3, "keep_checkpoints": 9}
+    first = patchmix.adapt(trained_run, photos, tmp_path / "a", **settings)
+    assert first.load().origin["step"] == 0
+    if not kept:
+        (first.path / "best.safetensors").unlink()
+    middle = first.path / "checkpoints" / "step-000000002.pt"
+    second = patchmix.adapt(trained_run, photos, tmp_path / "b", resume=middle, **settings)
+    assert (second.load().origin["step"] == 0) == kept
 
 
 def test_pretrain_says_where_the_weights_expect_another_normalization(

@@ -14,8 +14,8 @@ import pytest
 
 import patchmix
 from patchmix.cli import from_keywords, main, parse
-from patchmix.config import to_yaml
-from patchmix.settings import Bench, Pretrain
+from patchmix.config import Config, to_yaml
+from patchmix.settings import Adapt, Bench, Pretrain
 
 
 def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
@@ -44,8 +44,8 @@ TINY = [
         (["cifar1O", "--out", "OUT"], "cifar10"),
         (["shapes", "--out", "OUT", "--recipe", "papre"], "did you mean 'paper'"),
         (["shapes", "--out", "OUT", "--model", "vit_smal_patch16_224"], "did you mean vit_small_patch16_224"),
-        (["shapes", "--out", "OUT", "--lr", "1"], "unknown option 'lr'; did you mean 'base_lr'"),
-        (["shapes", "--out", "OUT", "--tau", "1"], "unknown option 'tau'"),
+        (["shapes", "--out", "OUT", "--lr", "1"], "unknown option '--lr'; did you mean '--base-lr'"),
+        (["shapes", "--out", "OUT", "--tau", "1"], "unknown option '--tau'"),
         (["shapes", "--out", "OUT", "--budget", "soon"], "write it as 45min"),
         (["shapes", "--out", "OUT", "--devices", "0"], "devices is 0; it must be greater than or equal to 1"),
         (["shapes:40", "--out", "OUT", "--recipe", "demo"], "fewer than the batch size"),
@@ -334,6 +334,38 @@ def test_a_number_that_decides_other_defaults_is_checked(capsys: pytest.CaptureF
 def test_python_calls_take_no_more_values_than_have_a_place() -> None:
     with pytest.raises(TypeError, match="3 positional arguments; allowed are data, out"):
         from_keywords(Pretrain, "shapes", "runs/a", "paper")
+
+
+def test_python_calls_take_what_the_command_line_takes(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(from_keywords(Pretrain, "shapes", "a", recipe="fast", dim=24).run))
+    again = from_keywords(Pretrain, "shapes", "b", config=str(tmp_path), resume=Path("c.pt"), init_from=Path("d"))
+    assert (again.run.model.dim, again.resume, again.run.model.init_from) == (24, "c.pt", "d")
+    adapted = from_keywords(Adapt, "timm:vit", "shapes", "a", weights=(1, 0.5, 0.5))
+    assert (adapted.weights, adapted.run.method.options.weights) == ("timm:vit", (1, 0.5, 0.5))
+    with pytest.raises(TypeError, match="out is given twice"):
+        from_keywords(Pretrain, "shapes", "a", out="b")
+    with pytest.raises(ValueError, match="devices starts processes of the command line"):
+        from_keywords(Pretrain, "shapes", "a", devices=2)
+
+
+def test_what_is_given_beside_a_config_wins_or_is_refused(tmp_path: Path) -> None:
+    run = from_keywords(Pretrain, "shapes", "a", recipe="fast", dim=24, depth=1, budget="2h").run
+    (tmp_path / "config.yaml").write_text(to_yaml(run))
+
+    def parsed(*args: str) -> Config:
+        config: Config = parse(Pretrain, ["shapes", "--out", "a", *args], "patchmix pretrain").run
+        return config
+
+    with_epochs = parsed("--config", str(tmp_path), "--epochs", "10")
+    assert (with_epochs.train.epochs, with_epochs.train.budget, with_epochs.model.dim) == (10, None, 24)
+    other = parsed("--config", str(tmp_path), "--model", "vit_small_patch16_224", "--depth", "3").model
+    assert (other.name, other.dim, other.depth) == ("vit_small_patch16_224", None, 3)
+    with pytest.raises(ValueError, match="epochs 1 and budget 6s both give the length"):
+        parsed("--epochs", "1", "--budget", "6s")
+    with pytest.raises(ValueError, match="epochs 1 and budget 6s both give the length"):
+        from_keywords(Pretrain, "shapes", "a", epochs=1, budget="6s")
+    with pytest.raises(ValueError, match="a recipe and a config both give all settings"):
+        parsed("--config", str(tmp_path), "--recipe", "fast")
 
 
 def test_bench_needs_no_data_but_takes_it(tmp_path: Path) -> None:

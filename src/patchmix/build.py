@@ -230,7 +230,8 @@ def build_evaluators(
 ) -> list[Evaluator]:
     """Health of the features of some training images, kNN where they have labels, and LiDAR of the embeddings."""
     has_test = source.labels is not None and has_split(config.data.path, "test")
-    test = open_source(config.data.path, "test", in_chans=config.model.in_chans) if has_test else None
+    how: dict[str, Any] = {"cache_bytes": round(config.data.cache_gb * 2**30), "in_chans": config.model.in_chans}
+    test = open_source(config.data.path, "test", **how) if has_test else None
     bank, queries = config.runtime.monitor_bank, config.runtime.monitor_queries
     common: dict[str, Any] = {"mean": config.views.mean, "std": config.views.std, "device": device}
     two_views, few = build_views(config.views, image_size)[:2], min(LIDAR_IMAGES, bank)

@@ -240,6 +240,7 @@ def parse(cls: type[Any], args: list[str], prog: str) -> Any:
     required = {each.name: tyro.MISSING for each in fields(cls) if each.name in ("out", "ablation", "weights")}
     default = cls(run=replace(config, data=data), recipe=config.recipe, **required)
     parsed = _tyro(cls[type(config.method.options)], args, prog, default)
+    _check_length(decisive["epochs"], parsed.run.train.budget)
     return validate(cls, vars(parsed) | {"run": from_dict(to_dict(parsed.run))})
 
 
@@ -250,19 +251,29 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
         order = [*{s.Ablate: ["ablation"], s.Adapt: ["weights"]}.get(cls, []), "data", "out"]
     if len(args) > len(order):
         raise TypeError(f"{len(args)} positional arguments; allowed are {', '.join(order)}")
-    keywords = dict(zip(order, args, strict=False)) | keywords
-    if isinstance(keywords.get("weights"), Path):
-        keywords["weights"] = str(keywords["weights"])
+    given = dict(zip(order, args, strict=False))
+    options = {name: keywords.pop(name) for name in ("weights",) if name in given and name in keywords}  # of the loss
+    if twice := given.keys() & keywords.keys():
+        raise TypeError(f"{min(twice)} is given twice, by its position and by its name")
+    keywords = {name: str(value) if isinstance(value, Path) else value for name, value in (given | keywords).items()}
     if keywords.get("data") is not None:
         from patchmix.data.python import name_of
 
         keywords["data"] = name_of(keywords["data"])
     if not takes_run_settings(cls):
-        return validate(cls, keywords)
+        return validate(cls, keywords | options)
+    if keywords.get("devices"):
+        raise ValueError("devices starts processes of the command line; in Python use torchrun, or patchmix pretrain")
     own = {name: keywords.pop(name) for name in names if name in keywords}
     decisive = {name: keywords.pop(name) for name in ("data", "model", "method", "epochs") if name in keywords}
-    places = {name: own[name] for name in ("recipe", "config") if name in own}
-    return validate(cls, {**own, "run": _start(cls, **places, **decisive).replace(**keywords)})
+    places = {"recipe": own.get("recipe"), "config": Path(own["config"]) if own.get("config") else None}
+    _check_length(decisive.get("epochs"), keywords.get("budget"))
+    return validate(cls, {**own, "run": _start(cls, **places, **decisive).replace(**keywords, **options)})
+
+
+def _check_length(epochs: float | None, budget: str | None) -> None:
+    if epochs is not None and budget is not None:
+        raise ValueError(f"epochs {epochs:g} and budget {budget} both give the length; give one of them")
 
 
 def takes_run_settings(cls: type[Any]) -> bool:
@@ -283,6 +294,8 @@ def _peek(args: list[str], prog: str) -> dict[str, Any]:
 
 def _start(cls: type[Any], **given: Any) -> Config:
     """The recipe or file; `bench` takes a batch that any machine has memory for, and generated images."""
+    if given.get("recipe") and given.get("config"):
+        raise ValueError("a recipe and a config both give all settings; give one of them")
     config = start(**given | {"recipe": given.get("recipe") or cls.recipe})
     if cls is not s.Bench:
         return config
@@ -305,7 +318,7 @@ def _tyro(cls: Any, args: list[str], prog: str, default: Any = None) -> Any:
         text = " ".join(text.split()) or title
         if unknown := re.search(r"Unrecognized options: --([\w-]+)", text):
             known = option_names(plain, None if default is None else default.run)
-            check_known(unknown[1].replace("-", "_"), known, "option")
+            check_known(f"--{unknown[1]}", [f"--{name.replace('_', '-')}" for name in known], "option")
         if missing := re.search(r"Missing from [^:]+: (\S+)", text):
             raise ValueError(f"{missing[1]} is missing; {prog} --help lists the options") from None
         reason = re.split(r"For full helptext|Argument helptext", text)[0].strip()

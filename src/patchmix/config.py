@@ -65,7 +65,7 @@ class ViewsConfig:
     local_area: tuple[float, float] = (0.05, 0.35)  # Share of the image that a small crop covers.
     mean: tuple[float, ...] = IMAGENET_MEAN
     """Mean per channel, subtracted from the pixels (white is 1); empty for that of the initial weights or the data."""
-    std: tuple[float, ...] = IMAGENET_STD  # Standard deviation per channel; empty likewise.
+    std: tuple[Above0, ...] = IMAGENET_STD  # Standard deviation per channel; empty likewise.
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ModelConfig:
     """Initialization of the weights; mimetic is mocov3 with attention that starts like a trained one."""
     positions: Literal["learned", "sincos", "fixed-sincos"] | None = None
     """Position embedding: learned from random values, learned from 2-d sine-cosine, or fixed sine-cosine; by default
-    learned, for mocov3 fixed."""
+    learned, for mocov3 and sdmp fixed."""
     author_positions: bool = True
     """Resample the positions of local crops as the authors of DINO, iBOT and PatchMix do; otherwise as timm does."""
 
@@ -157,7 +157,8 @@ class RuntimeConfig:
     checkpoint_minutes: Above0 = 10.0  # Longest time between checkpoints.
     keep_checkpoints: Count = 1  # Number of checkpoints to keep.
     timeout_minutes: Above0 = 10.0  # Longest wait for another process.
-    recompute: bool = False  # Activation checkpointing: less memory, about a third more time.
+    recompute: bool = False
+    """Activation checkpointing: less memory, about a third more time; drop path draws other random numbers."""
     compile: bool = False  # Use torch.compile: minutes of warm-up, then faster steps.
     wandb: str | None = None  # Weights & Biases project to log to as well.
     mlflow: str | None = None  # MLflow experiment to log to as well.
@@ -381,7 +382,7 @@ def check_known(key: str, known: Iterable[str], kind: str) -> None:
 
 def did_you_mean(value: Any, known: Sequence[str]) -> str:
     """A question that names the nearest of the known values; empty where none is near."""
-    near = [name for name in known if value in name.split("_")]
+    near = [name for name in known if str(value).strip("-") in re.split("[-_]", name)]
     near = near or difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
     return f"did you mean {near[0]!r}?" if near else ""
 

@@ -167,11 +167,12 @@ def start(
         start = RECIPES[recipe](**{key: value for key, value in given.items() if value is not None})
     else:
         start = read_config(config)
-        if model is not None:
-            start = start.replace(model=model)
+        if model not in (None, start.model.name):  # whose name says its sizes
+            sizes = dict.fromkeys(("image_size", "patch_size", "dim", "depth", "heads"))
+            start = start.replace(model=model, **sizes)
         if epochs is not None:  # a shorter run keeps the proportion of warm-up
             warmup = start.optim.warmup_epochs * min(1.0, epochs / start.train.epochs)
-            start = start.replace(epochs=epochs, warmup_epochs=warmup)
+            start = start.replace(epochs=epochs, warmup_epochs=warmup, budget=None)
     changed = {"data": data, "method": method}
     return start.replace(**{key: value for key, value in changed.items() if value is not None})
 

@@ -1,6 +1,7 @@
 """A run: start it, continue it, and use what it made."""
 
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from patchmix.data.memory import mean_and_std
 from patchmix.device import resolve_device
 from patchmix.evaluate.monitor import Guard, collapse_warning, guard_verdict
 from patchmix.evaluate.results import Result
-from patchmix.files import remove_unfinished, run_lock, write_text
+from patchmix.files import remove_unfinished, replacing, run_lock, write_text
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.loading import load_backbone
 from patchmix.settings import Adapt, Pretrain
@@ -115,7 +116,15 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
                 weights = {name: tensor.cpu() for name, tensor in encoder.state_dict().items()}
                 Backbone(architecture, weights, config.views.mean, config.views.std, origin).save(path)
 
-        guard = Guard(compared, partial(save, out / "best.safetensors")) if compared else None
+        best = out / "best.safetensors"
+        if main and resume is not None and not best.is_file():  # continued in another folder
+            elsewhere = Path(resume).resolve().parent.parent / best.name
+            if str(resume) != "auto" and elsewhere.is_file():
+                with replacing(best) as copy:
+                    shutil.copyfile(elsewhere, copy)
+            else:
+                compared.pop("best", None)
+        guard = Guard(compared, partial(save, best)) if compared else None
         checkpoints = Checkpoints(out / "checkpoints", keep=config.runtime.keep_checkpoints)
         log = RunLog(out if main else None, step=int(state["step"]) if state else 0)
         try:

@@ -138,6 +138,8 @@ def test_accumulation_equals_the_large_batch_where_terms_are_independent(tmp_pat
         methods.append(Mean())
         run(methods[-1], tmp_path / name, loader, accumulate=accumulate)
     torch.testing.assert_close(methods[0].encoder.weight, methods[1].encoder.weight)
+    logged = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("one", "two")]
+    assert logged[0] == pytest.approx(logged[1]) and len(logged[0]) > 1
 
 
 def test_the_optimizer_leaves_fixed_parameters_alone_until_they_are_released(tmp_path: Path) -> None:

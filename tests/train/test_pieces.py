@@ -121,6 +121,14 @@ def test_checkpoints_keep_the_newest_and_last_points_to_it(tmp_path: Path) -> No
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_run_that_goes_back_replaces_its_later_checkpoints(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        Checkpoints(tmp_path, keep=8).save({"step": step}, step)
+    written = Checkpoints(tmp_path, keep=2).save({"step": 5}, 5)
+    assert sorted(p.name for p in tmp_path.glob("step-*.pt")) == ["step-000000004.pt", "step-000000005.pt"]
+    assert Checkpoints(tmp_path).last == written and load_checkpoint(tmp_path / "last")["step"] == 5
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_text(path, "old")

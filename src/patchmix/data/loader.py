@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -91,6 +91,11 @@ class Loader:
                 f"batch size {batch_size} must be a multiple of {parts} ({world_size} processes x {accumulate} "
                 f"accumulation steps); use --batch-size {max(1, round(batch_size / parts)) * parts}"
             )
+        if batch_size == parts:
+            raise ValueError(
+                f"batch size {batch_size} leaves one image per pass, too few for batch norms; "
+                f"use --batch-size {2 * parts} or more"
+            )
         if len(source) < batch_size:
             raise ValueError(
                 f"{source.name} has {len(source)} images, fewer than the batch size {batch_size}; "
@@ -103,7 +108,7 @@ class Loader:
         samples = _Batches(source, transform, seed)
         self._run = partial(_run, samples, workers=workers, pin_memory=pin_memory, timeout_minutes=timeout_minutes)
 
-    def batches(self, start_step: int = 0) -> Iterator[Batch]:
+    def batches(self, start_step: int = 0) -> Generator[Batch]:
         """Micro-batch after micro-batch without end, from optimizer step `start_step` on."""
         return self._run(self._requests(start_step))
 
@@ -197,7 +202,7 @@ def _run(
     workers: int,
     pin_memory: bool = False,
     timeout_minutes: float = _TIMEOUT_MINUTES,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Answer the requests in order, by `workers` processes or, with 0, in this one."""
     loader: DataLoader[Batch | ValueError] = DataLoader(
         samples,

@@ -21,11 +21,15 @@ def project(batches: Sequence[Tensor | None], encoder: nn.Module, *heads: nn.Mod
 
     None is skipped: its result is empty. Neighbors of equal image size share one pass of the encoder. Heads see one
     batch at a time, for their batch norms. Every batch has its own pass where that saves memory at no cost in time:
-    without gradients on the CPU, and where activations are recomputed.
+    without gradients on the CPU, and where activations are recomputed. With batch norms in the encoder, keys have their
+    own passes and queries share one, so that the statistics are the same everywhere.
     """
     given = [batch for batch in batches if batch is not None]
     with_gradient, on_cuda = torch.is_grad_enabled(), any(batch.is_cuda for batch in given)
-    if getattr(encoder, "grad_checkpointing", False) if with_gradient else not on_cuda:
+    apart = getattr(encoder, "grad_checkpointing", False) if with_gradient else not on_cuda
+    if any(isinstance(module, nn.BatchNorm1d) for module in encoder.modules()):
+        apart = not with_gradient
+    if apart:
         features = [class_tokens(encoder, batch) for batch in given]
     else:
         features = []

@@ -29,7 +29,10 @@ class Checkpoints:
         return self.folder / f"step-{step:09d}.pt"
 
     def save(self, state: dict[str, Any], step: int) -> Path:
-        """`state` holds tensors and plain data only: it is read back with `weights_only=True`."""
+        """`state` holds tensors and plain data only: it is read back with `weights_only=True`.
+
+        Later checkpoints are of a training that this one, continued from an earlier step, replaces.
+        """
         path = self.path(step)
         with writing(path) as file:
             torch.save(state, file)
@@ -37,8 +40,9 @@ class Checkpoints:
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)
         link.replace(self.folder / "last")
-        for old in sorted(self.folder.glob("step-*.pt"))[: -self.keep]:
-            old.unlink()
+        kept = [path, *sorted(each for each in self.folder.glob("step-*.pt") if each < path)[::-1]][: self.keep]
+        for other in set(self.folder.glob("step-*.pt")) - set(kept):
+            other.unlink()
         return path
 
 

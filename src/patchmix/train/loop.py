@@ -3,7 +3,7 @@
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ class Batches(Protocol):
 
     steps_per_epoch: int
 
-    def batches(self, start_step: int = 0) -> Iterator[Any]: ...
+    def batches(self, start_step: int = 0) -> Generator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def train(
     if step == 0:
         monitor()
 
-    with catch_signals() as caught, closing(writer), name_dead_workers():
-        batches = (batch.to(device) for batch in _received(loader.batches(step), meter, on_bad_sample))
+    with catch_signals() as caught, closing(writer), name_dead_workers(), closing(loader.batches(step)) as loaded:
+        batches = (batch.to(device) for batch in _received(loaded, meter, on_bad_sample))
         how: dict[str, Any] = {"device": device, "prepare": prepare, "on_losses": watch.push}
         meter.restart()
         last_saved = time.monotonic()
@@ -168,7 +168,7 @@ def train_step(
     on_losses: Callable[[int, dict[str, Tensor]], None] = lambda step, losses: None,
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> dict[str, Tensor]:
-    """One optimizer step of `plan.accumulate` passes, each over the next of `batches`; returns the last losses.
+    """One optimizer step of `plan.accumulate` passes, each over the next of `batches`; returns their mean losses.
 
     `module` is what `wrap` made of `method`. Benchmarks time what runs inside `phase(name)`.
     """
@@ -181,6 +181,7 @@ def train_step(
     hold_statistics(method, optimizer, progress)
 
     # forward, backward
+    means: dict[str, Tensor] = {}
     for micro in range(plan.accumulate):
         batch = next(batches)
         seed_pass(plan.seed, step * plan.accumulate + micro, method)
@@ -190,9 +191,12 @@ def train_step(
                 if plan.image_sizes:
                     views = shrink(views, stage(plan.image_sizes, progress))
                 losses: dict[str, Tensor] = module(views, *method.draw(views))
-            on_losses(step, losses)
             with phase("backward"):
                 (losses["loss"] / plan.accumulate).backward()  # type: ignore[no-untyped-call]
+        for name, value in losses.items():
+            share = value.detach() / plan.accumulate
+            means[name] = means[name] + share if micro else share
+    on_losses(step, means)
 
     # optimizer
     with phase("optimizer"):
@@ -207,7 +211,7 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
     with phase("EMA"):
         method.after_step(progress)
-    return losses
+    return means
 
 
 def hold_statistics(method: Method, optimizer: torch.optim.Optimizer, progress: float) -> None:
