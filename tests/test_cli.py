@@ -42,6 +42,9 @@ TINY = [
     [
         (["nowhere/at/all", "--out", "OUT"], "nowhere/at/all"),
         (["cifar1O", "--out", "OUT"], "cifar10"),
+        (["--data", "shapes", "--out", "OUT"], "DATA is missing; it has no flag: patchmix pretrain DATA"),
+        (["shapes", "--out", "OUT", "--std", "0", "0", "0"], "std is 0.0; it must be greater than 0"),
+        (["shapes:64", "--out", "OUT", "--batch-size", "1"], "batch size 1 leaves one image per pass"),
         (["shapes", "--out", "OUT", "--recipe", "papre"], "did you mean 'paper'"),
         (["shapes", "--out", "OUT", "--model", "vit_smal_patch16_224"], "did you mean vit_small_patch16_224"),
         (["shapes", "--out", "OUT", "--lr", "1"], "unknown option '--lr'; did you mean '--base-lr'"),
@@ -232,6 +235,9 @@ def test_completion(tmp_path: Path) -> None:
     assert complete("patchmix", "knn", "--lay") == ["--layers"]
     assert complete("patchmix", "pretrain", "photos", "--num-m") == ["--num-mix", "--num-mix-stages"]
     assert complete("patchmix", "show", "mix", "--js") == ["--json"]
+    assert complete("patchmix", "pretrain", "photos", "--dat") == complete("patchmix", "ablate", "--abl") == []
+    assert complete("patchmix", "knn", "--dat") == ["--data"]
+    assert complete("patchmix", "ablate", "--row") == ["--rows", "--row-set"]
 
 
 def test_a_run_is_repeated_from_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

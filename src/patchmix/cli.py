@@ -169,8 +169,8 @@ def completion(shell: str) -> str:
     figures = " ".join(name.split()[1] for name in VERBS if " " in name)
     options = {}
     for name, verb in VERBS.items():
-        known = [each for each in option_names(verb.settings, start()) if each not in ("run", "weights")]
-        options[name] = [*(f"--{each.replace('_', '-')}" for each in known), *OUTPUT_OPTIONS]
+        known = [f"--{each.replace('_', '-')}" for each in option_names(verb.settings, start())]
+        options[name] = [*known, *OUTPUT_OPTIONS]
     if shell == "fish":
         lines = [f"complete -c patchmix -n 'test (count (commandline -opc)) -eq 1' -f -a '{commands}'"]
         lines += [f"complete -c patchmix -n '__fish_seen_subcommand_from show' -f -a '{figures}'"]
@@ -321,6 +321,8 @@ def _tyro(cls: Any, args: list[str], prog: str, default: Any = None) -> Any:
             check_known(f"--{unknown[1]}", [f"--{name.replace('_', '-')}" for name in known], "option")
         if missing := re.search(r"Missing from [^:]+: (\S+)", text):
             raise ValueError(f"{missing[1]} is missing; {prog} --help lists the options") from None
+        if "'run.data.path'" in text:
+            raise ValueError(f"DATA is missing; it has no flag: {prog} DATA … ({prog} --help)") from None
         reason = re.split(r"For full helptext|Argument helptext", text)[0].strip()
         if choice := re.match(r"invalid choice '(.*)' for argument '(--\S+)'\. Expected one of \((.*)\)", reason):
             known = re.findall(r"'([^']+)'", choice[3])
@@ -330,9 +332,15 @@ def _tyro(cls: Any, args: list[str], prog: str, default: Any = None) -> Any:
 
 
 def option_names(cls: type[Any], run: Config | None) -> list[str]:
-    """The options of a verb as Python names; with the settings of a run, where it takes them."""
-    own = [each.name for each in fields(cls)]
-    return [*own, *flat(run)] if run is not None and "run" in own else own
+    """The options of a verb as Python names, without positional ones; with those of a run, where it takes them."""
+    own = []
+    for each in fields(cls):
+        marks = getattr(each.type, "__metadata__", ())
+        if each.name != "run" and tyro.conf.Positional not in marks:
+            own.append(next((mark.name.replace("-", "_") for mark in marks if getattr(mark, "name", None)), each.name))
+    if run is not None and takes_run_settings(cls):
+        own += [name for name in flat(run) if name != "data"]
+    return list(dict.fromkeys(own))
 
 
 def _fail(message: str, code: int) -> None:

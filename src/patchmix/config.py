@@ -25,13 +25,11 @@ from typing_extensions import TypeVar
 from tyro.conf import Positional, Suppress, arg
 
 from patchmix.data import IMAGENET_MEAN, IMAGENET_STD
-from patchmix.methods.options import DISTILLATION, METHOD_OPTIONS, RENAMED, PatchMixOptions
+from patchmix.methods.options import DISTILLATION, METHOD_OPTIONS, RENAMED, Count, Fraction, PatchMixOptions
 
 Options = TypeVar("Options", default=Any)
 S = TypeVar("S")
 
-Count = Annotated[int, Ge(1)]
-Probability = Annotated[float, Interval(ge=0, le=1)]
 Share = Annotated[float, Interval(ge=0, lt=1)]  # not all of it
 NonNegative = Annotated[float, Ge(0)]
 Above0 = Annotated[float, Gt(0)]
@@ -50,16 +48,16 @@ class ViewsConfig:
 
     area: tuple[float, float] = (0.05, 1.0)  # Share of the image that a crop covers.
     ratio: tuple[float, float] = (3 / 4, 4 / 3)  # Aspect ratio of a crop.
-    flip: Probability = 0.5  # Probability of a horizontal flip.
-    jitter: Probability = 0.8  # Probability of color jitter.
-    brightness: Probability = 0.4  # Largest change of brightness.
-    contrast: Probability = 0.4  # Largest change of contrast.
-    saturation: Probability = 0.2  # Largest change of saturation.
+    flip: Fraction = 0.5  # Probability of a horizontal flip.
+    jitter: Fraction = 0.8  # Probability of color jitter.
+    brightness: Fraction = 0.4  # Largest change of brightness.
+    contrast: Fraction = 0.4  # Largest change of contrast.
+    saturation: Fraction = 0.2  # Largest change of saturation.
     hue: Annotated[float, Interval(ge=0, le=0.5)] = 0.1  # Largest change of hue.
-    gray: Probability = 0.2  # Probability of grayscale.
-    blur: tuple[Probability, Probability] = (1.0, 0.1)  # Probability of Gaussian blur.
+    gray: Fraction = 0.2  # Probability of grayscale.
+    blur: tuple[Fraction, Fraction] = (1.0, 0.1)  # Probability of Gaussian blur.
     sigma: tuple[float, float] = (0.1, 2.0)  # Range of the blur's standard deviation.
-    solarize: tuple[Probability, Probability] = (0.0, 0.2)  # Probability of solarization.
+    solarize: tuple[Fraction, Fraction] = (0.0, 0.2)  # Probability of solarization.
     local_crops: Annotated[int, Ge(0)] = 0  # Number of small crops (multi-crop).
     local_size: Count = 96  # Side of the small crops in pixels.
     local_area: tuple[float, float] = (0.05, 0.35)  # Share of the image that a small crop covers.

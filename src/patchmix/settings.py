@@ -10,8 +10,8 @@ from typing import Annotated, Generic, Literal
 from annotated_types import Ge, Interval
 from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
-from patchmix.config import Above0, Config, Count, NonNegative, Options, Probability, Share
-from patchmix.methods.options import MixName
+from patchmix.config import Above0, Config, NonNegative, Options, Share
+from patchmix.methods.options import Count, Fraction, MixName
 
 Weights = Annotated[Positional[str], arg(metavar="WEIGHTS")]
 Data = Annotated[Positional[str], arg(metavar="DATA")]
@@ -132,7 +132,7 @@ class Finetune(FewLabels):
     layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Layer-wise decay of the learning rate.
     drop_path: Share = 0.1  # Stochastic depth rate.
     rand_augment: str = "rand-m9-mstd0.5-inc1"  # RandAugment policy in timm's notation; for RGB and grayscale only.
-    erasing: Probability = 0.25  # Probability of random erasing.
+    erasing: Fraction = 0.25  # Probability of random erasing.
     mixup: NonNegative = 0.8  # Alpha of Mixup; 0 is off.
     cutmix: NonNegative = 1.0  # Alpha of CutMix; 0 is off.
     label_smoothing: Share = 0.1  # Label smoothing.
@@ -152,7 +152,7 @@ class Detect:
     out: Path | None = None  # Folder of results and detector; by default the run's folder.
     eval_only: bool = False  # Evaluate a detector without training.
     predict: tuple[Path, ...] = ()  # Images, or folders of images, to draw boxes and masks on.
-    threshold: Probability = 0.5  # Lowest score that is drawn.
+    threshold: Fraction = 0.5  # Lowest score that is drawn.
     pictures: Annotated[int, Ge(0)] = 8  # Number of predictions to draw next to the ground truth.
     model: str = "vit_base_patch16_224"  # The architecture for `scratch`.
     start: Path | None = None  # Detector to start from, with WEIGHTS = scratch.

@@ -82,6 +82,17 @@ def test_recomputation_changes_nothing_but_memory() -> None:
     assert with_recomputation < 0.6 * kept_numbers(encoder, lambda: class_tokens(encoder, IMAGES))
 
 
+def test_batch_norms_of_a_stem_see_the_same_batches_with_recomputation() -> None:
+    encoder = create_encoder("vit_tiny_patch4_16", dim=24, depth=2, heads=2, stem="conv").train()
+    batches = [torch.randn(4, 3, 16, 16), 2 * torch.randn(4, 3, 16, 16) + 1]
+    plain = project(batches, encoder)
+    encoder.set_grad_checkpointing(True)
+    torch.testing.assert_close(project(batches, encoder), plain)
+    with torch.no_grad():  # keys: each batch by itself, on a GPU as well
+        keys = project(batches, encoder)
+        torch.testing.assert_close(keys[:1], project(batches[:1], encoder))
+
+
 def test_norm_and_activation_are_not_kept() -> None:
     """For each number of its input a block of timm's keeps 4 of the activation and 1 of the norm, which are spared."""
     block = build().blocks[0].train()
