@@ -298,6 +298,31 @@ class TestNames:
         assert has_split(tmp_path / "t", "test")
         np.testing.assert_array_equal(open_source(tmp_path / "t", "test").load(0), IMAGES[10])
 
+    def test_words_of_splits_are_whole_words(self) -> None:
+        assert by_split(["training-0.tar", "valid/0.tar"]) == {"train": ["training-0.tar"], "test": ["valid/0.tar"]}
+        names = ["validated-0.tar", "trainer-0.tar", "testimony/0.tar"]
+        assert by_split(names) == {"train": names}
+        assert by_split(["part-0.tar", "part-1.tar", "test2-0.tar"]) == {
+            "train": ["part-0.tar", "part-1.tar"],
+            "test": ["test2-0.tar"],
+        }
+
+    def test_the_common_folder_of_a_pattern_or_url_does_not_count(self, folder: Path) -> None:
+        folder = folder.rename(folder.parent / "val")
+        for data in (f"{folder}/part-{{000..005}}.tar", f"{folder}/*.tar", folder.as_uri(), str(folder)):
+            assert len(opened(data)) == 60
+
+    def test_files_beside_those_named_train_are_left_out_with_one_warning(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (folder / "part-000.tar").rename(folder / "train-0.tar")
+        assert len(opened(folder)) == 10
+        assert not has_split(folder, "test")
+        assert capsys.readouterr().err == (
+            f"patchmix: warning: left out: {', '.join(f'{folder}/part-00{i}.tar' for i in range(1, 6))}, "
+            "because other files are named train; rename or move them\n"
+        )
+
     def test_globs_braces_and_single_files(self, folder: Path) -> None:
         assert len(opened(f"{folder}/part-00[0-2].tar")) == 30
         assert len(opened(f"{folder}/part-{{001..002}}.tar")) == 20

@@ -9,10 +9,11 @@ import itertools
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -29,7 +30,8 @@ PAUSE = 1.0  # seconds before the second try; doubled each time
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MOST_SHARDS = 100_000
-_SPLIT_WORDS = ("train", "val", "test")  # with "val", also "validation"
+_SPLIT = re.compile(r"(train|val|test)(ing|id|idation)?(?![a-z])")  # a whole word: not in "validated"
+_NAMED = 5  # files that a warning names
 _TIMEOUT = 60  # seconds without an answer
 
 T = TypeVar("T")
@@ -76,16 +78,33 @@ def files_in(root: Path, ending: str) -> dict[Split, list[str]]:
     return by_split(visible, str(root))
 
 
-def by_split(names: list[str], root: str = "") -> dict[Split, list[str]]:
-    """Files by how their names, or else their folders' names, begin; all are for training where no name says it."""
+def by_split(names: list[str], root: str | None = None) -> dict[Split, list[str]]:
+    """Files by how their names, or else their folders' names, begin; without such a word they are for training.
+
+    `root`: the folder whose own name does not count; by default the deepest one that holds all files.
+    """
+    if root is None:
+        root = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 (commonpath would change URLs)
     groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.removeprefix(root).strip("/").split("/")[-2:]
-        word = next((word for part in reversed(parts) for word in _SPLIT_WORDS if part.startswith(word)), "")
-        groups.setdefault(word, []).append(name)
-    train, test = groups.get("train", []), groups.get("val") or groups.get("test", [])
-    splits: dict[Split, list[str]] = {"train": train, "test": test} if train or test else {"train": names}
+        match = next(filter(None, map(_SPLIT.match, reversed(parts))), None)
+        groups.setdefault(match[1] if match else "", []).append(name)
+    if "train" in groups and "" in groups:
+        _warn_of_left_out(tuple(groups[""]))
+    train = groups.get("train") or groups.get("", [])
+    splits: dict[Split, list[str]] = {"train": train, "test": groups.get("val") or groups.get("test", [])}
     return {split: found for split, found in splits.items() if found}
+
+
+@cache  # the splits are looked up more than once
+def _warn_of_left_out(names: tuple[str, ...]) -> None:
+    more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+    warn(f"left out: {', '.join(names[:_NAMED])}{more}, because other files are named train; rename or move them")
+
+
+def warn(text: str) -> None:
+    print(f"patchmix: warning: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
 def expand_braces(pattern: str) -> list[str]:

@@ -11,7 +11,6 @@ import itertools
 import json
 import mmap
 import os
-import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ from safetensors.numpy import save
 
 from patchmix.data.contract import EncodedSource, Groups, Indices, Labels
 from patchmix.data.decode import EXTENSIONS, DecodeError
-from patchmix.data.shard_files import is_remote, open_remote, read_remote, retry
+from patchmix.data.shard_files import is_remote, open_remote, read_remote, retry, warn
 from patchmix.files import cache_folder, writing
 from patchmix.progress import progress_bar
 
@@ -340,12 +339,12 @@ def _described(shards: Sequence[str]) -> list[tuple[ShardIndex, int] | None]:
                 written = ShardIndex.load(place)
                 indices[place] = {name: (written, i) for i, name in enumerate(written.shards)}
             except ValueError as error:
-                _warn(f"{error}; the shards are scanned instead")
+                warn(f"{error}; the shards are scanned instead")
             except OSError:  # there is none
                 pass
         known = indices[place].get(base)
         if known and not is_remote(shard) and Path(shard).stat().st_size != int(known[0].shard_bytes[known[1]]):
-            _warn(f"{shard} is not the file that its index describes; it is scanned instead")
+            warn(f"{shard} is not the file that its index describes; it is scanned instead")
             known = None
         found.append(known)
     return found
@@ -374,13 +373,9 @@ def _scan_once(shard: str) -> ShardIndex:
 def _warn_of_losses(index: ShardIndex, name: str) -> None:
     damaged = [row for row in zip(index.shards, index.skipped, index.counts.tolist(), strict=True) if row[1]]
     for shard, text, left in damaged[:_NAMED]:
-        _warn(f"{shard}: skipped {text}; its other {left} samples are used")
+        warn(f"{shard}: skipped {text}; its other {left} samples are used")
     if len(damaged) > _NAMED:
-        _warn(f"{len(damaged) - _NAMED} more shards of {name} have members that were skipped")
+        warn(f"{len(damaged) - _NAMED} more shards of {name} have members that were skipped")
     if len(index.labels) and index.labels.min() < 0 <= index.labels.max():
         missing = int((index.labels < 0).sum())
-        _warn(f"{missing} of {len(index.labels)} samples of {name} have no label; it counts as unlabeled")
-
-
-def _warn(text: str) -> None:
-    print(f"patchmix: warning: {' '.join(text.split())}", file=sys.stderr, flush=True)
+        warn(f"{missing} of {len(index.labels)} samples of {name} have no label; it counts as unlabeled")
