@@ -4,11 +4,15 @@ import hashlib
 import pickle
 import shutil
 import tarfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from torchvision.datasets import cifar
 
 from patchmix.data import sources
 from patchmix.data.contract import Source
@@ -160,37 +164,55 @@ class TestCifar:
 
     @pytest.mark.parametrize("packed", [False, True])
     def test_a_local_copy_is_read(self, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
-        from torchvision.datasets import CIFAR10
-
-        images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
-        folder = Path("data") / "cifar-10-batches-py"
-        folder.mkdir(parents=True)
-        planes = images.transpose(0, 3, 1, 2).reshape(6, -1)
-        contents = {
-            "one": {"data": planes[:4], "labels": [3, 1, 0, 2]},
-            "two": {"data": planes[4:], "labels": [2, 2]},
-            "meta": {"label_names": ["a", "b", "c", "d"]},
-        }
-        sums = {}
-        for name, content in contents.items():
-            data = pickle.dumps(content)
-            (folder / name).write_bytes(data)
-            sums[name] = hashlib.md5(data).hexdigest()
-        monkeypatch.setattr(CIFAR10, "train_list", [["one", sums["one"]]])
-        monkeypatch.setattr(CIFAR10, "test_list", [["two", sums["two"]]])
-        monkeypatch.setattr(CIFAR10, "meta", {"filename": "meta", "key": "label_names", "md5": sums["meta"]})
-        if packed:
-            archive = Path("data") / "cifar-10-python.tar.gz"
-            with tarfile.open(archive, "w:gz") as file:
-                file.add(folder, folder.name)
-            shutil.rmtree(folder)
-            monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+        images = write_cifar(monkeypatch, packed=packed)
         source = open_source("cifar10")
         assert source.labels is not None
         assert source.labels.tolist() == [3, 1, 0, 2]
         assert source.classes == ("a", "b", "c", "d")
         np.testing.assert_array_equal(source.load(2), images[2])
         np.testing.assert_array_equal(open_source("cifar10", "test").load(1), images[5])
+
+    def test_one_of_several_processes_unpacks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_cifar(monkeypatch, packed=True)
+        real, calls = cifar.download_and_extract_archive, []
+
+        def slow(*args: Any, **options: Any) -> None:
+            calls.append(args)
+            time.sleep(1)
+            real(*args, **options)
+
+        monkeypatch.setattr(cifar, "download_and_extract_archive", slow)
+        with ThreadPoolExecutor(3) as pool:
+            assert [len(source) for source in pool.map(open_source, ["cifar10"] * 3)] == [4, 4, 4]
+        assert len(calls) == 1
+
+
+def write_cifar(monkeypatch: pytest.MonkeyPatch, *, packed: bool) -> np.ndarray:
+    """Four images for training and two for testing in ./data, as the authors' files have them."""
+    images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
+    folder = Path("data") / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    planes = images.transpose(0, 3, 1, 2).reshape(6, -1)
+    contents = {
+        "one": {"data": planes[:4], "labels": [3, 1, 0, 2]},
+        "two": {"data": planes[4:], "labels": [2, 2]},
+        "meta": {"label_names": ["a", "b", "c", "d"]},
+    }
+    sums = {}
+    for name, content in contents.items():
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        sums[name] = hashlib.md5(data).hexdigest()
+    monkeypatch.setattr(cifar.CIFAR10, "train_list", [["one", sums["one"]]])
+    monkeypatch.setattr(cifar.CIFAR10, "test_list", [["two", sums["two"]]])
+    monkeypatch.setattr(cifar.CIFAR10, "meta", {"filename": "meta", "key": "label_names", "md5": sums["meta"]})
+    if packed:
+        archive = Path("data") / "cifar-10-python.tar.gz"
+        with tarfile.open(archive, "w:gz") as file:
+            file.add(folder, folder.name)
+        shutil.rmtree(folder)
+        monkeypatch.setattr(cifar.CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    return images
 
 
 class TestMistakes:

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.error import URLError
 
 import numpy as np
+from filelock import FileLock
 
 from patchmix.data.contract import EncodedSource, Source, Split
 from patchmix.data.decode import DecodeError, pixel_channels
@@ -148,9 +149,16 @@ def _cifar_source(name: str, split: Split) -> InMemorySource:
     roots = _data_roots()
     held = [root / file for root in roots for file in (kind.filename, kind.base_folder) if (root / file).exists()]
     root = held[0].parent if held else roots[0 if os.environ.get("PATCHMIX_DATA") else -1]
+    opened = partial(kind, root, train=split == "train")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        dataset = kind(root, train=split == "train", download=not held or held[0].is_file())
+        try:
+            dataset = opened()
+        except RuntimeError:  # not unpacked, or not completely
+            if held and held[0].is_dir():
+                raise
+            with FileLock(root / f".{name}.lock"):  # torchvision unpacks in place, unless another process has done it
+                dataset = opened(download=True)
     except (URLError, OSError, RuntimeError) as error:
         if held:
             raise ValueError(f"{str(held[0])!r} is incomplete or damaged (md5 differs); remove it") from error
