@@ -9,6 +9,7 @@ import pickle
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from patchmix.nn.vit import create_encoder
 from patchmix.run import _warning
 from patchmix.schedules import WarmupCosine
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
-from patchmix.train.log import TRACKERS, RunLog, forget_after, read_metrics
+from patchmix.train.log import TRACKERS, BadSamples, RunLog, forget_after, read_metrics
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
 from patchmix.train.watch import name_dead_workers
 
@@ -206,6 +207,39 @@ def test_a_silent_log_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     log.show_progress(0.5, "nothing", remaining=1.0)
     log.close()
     assert capsys.readouterr().out == ""
+
+
+def _see_broken_images(rank: int, folder: Path) -> None:
+    group = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": 2}
+    torch.distributed.init_process_group("gloo", **group)
+    log = RunLog(None if rank else folder)
+    said = log.say = Mock()  # type: ignore[method-assign]
+    on_bad_sample = BadSamples(log, limit=3)
+    on_bad_sample([["a: broken", "b: broken"], ["b: broken", "c: broken"]][rank])
+    said.assert_not_called()
+    log.record("train", 1, {})
+    assert [call.args[0][9:18] for call in said.call_args_list] == ["a: broken", "b: broken", "c: broken"]
+    log.record("train", 2, {})
+    on_bad_sample(["d: broken"] if rank else [])
+    with pytest.raises(ValueError, match=r"4 images can't be decoded, more than 1 %; the first is a: broken"):
+        log.record("train", 3, {})
+    log.close()
+    torch.distributed.destroy_process_group()
+
+
+def test_rank_0_names_the_broken_images_of_all_ranks(tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(_see_broken_images, (tmp_path,), nprocs=2, start_method="spawn")
+
+
+def test_one_process_names_broken_images_at_once() -> None:
+    log = RunLog(None)
+    said = log.say = Mock()  # type: ignore[method-assign]
+    on_bad_sample = BadSamples(log, limit=1)
+    on_bad_sample(["a: broken"])
+    on_bad_sample(["a: broken"])
+    said.assert_called_once_with("warning: a: broken (replaced by another image)", style="yellow")
+    with pytest.raises(ValueError, match="2 images can't be decoded"):
+        on_bad_sample(["b: broken"])
 
 
 def test_health_of_known_features() -> None:

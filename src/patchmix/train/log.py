@@ -10,10 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from patchmix import distributed
 from patchmix.files import write_text
 from patchmix.progress import is_quiet, is_verbose, new_bar
 
@@ -56,6 +59,7 @@ class RunLog:
     def __init__(self, folder: Path | None, *, step: int = 0) -> None:
         self.folder = folder
         self.console = Console(quiet=folder is None)
+        self.at_log_steps: Callable[[], None] = lambda: None
         self._last_line = -math.inf
         self._progress: Progress | None = None
         if folder is None:
@@ -76,7 +80,9 @@ class RunLog:
                 self._trackers.append(open_tracker(name, project, self.folder, config))
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Appends a line to metrics.jsonl; `kind` is train, monitor or event."""
+        """Appends a line to metrics.jsonl; `kind` is train (at log steps, on every rank), monitor or event."""
+        if kind == "train":
+            self.at_log_steps()
         if self.folder is None:
             return
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
@@ -127,13 +133,29 @@ class RunLog:
 
 
 class BadSamples:
-    """Reports every image that can't be decoded once, and stops when they are more than `limit`, if there is one."""
+    """Reports every image that can't be decoded once, and stops when they are more than `limit`, if there is one.
+
+    Several ranks tell each other at log steps, where they wait for each other anyway.
+    """
 
     def __init__(self, log: RunLog, limit: float = math.inf) -> None:
-        self._log, self._limit, self._seen = log, limit, set[str]()
+        self._log, self._limit = log, limit
+        self._new, self._seen = list[str](), set[str]()
+        log.at_log_steps = self._report
 
     def __call__(self, names: Iterable[str]) -> None:
-        for name in names:
+        self._new += names
+        if distributed.world_size() == 1:
+            self._report()
+
+    def _report(self) -> None:
+        found = self._new
+        if distributed.world_size() > 1:
+            device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+            if distributed.any_process(bool(found), device):
+                found = [name for names in distributed.gather_json(found, device) for name in names]
+        self._new = []
+        for name in found:
             if name not in self._seen:
                 self._seen.add(name)
                 self._log.say(f"warning: {name} (replaced by another image)", style="yellow")
