@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from torchvision.datasets import cifar
 
@@ -143,6 +145,23 @@ class TestParquet:
             write(tmp_path / name)
         assert len(open_source(tmp_path)) == 50
         assert not has_split(tmp_path, "test")
+
+    @pytest.mark.parametrize("name", ["metadata.parquet", "train/metadata.parquet"])
+    def test_one_that_describes_images_is_not_the_data(self, tmp_path: Path, write_image: Write, name: str) -> None:
+        for image in ("train/cat/1.png", "val/cat/2.png"):
+            write_image(tmp_path / "d" / image)
+        pq.write_table(pa.table({"file_name": ["1.png"]}), tmp_path / "d" / name)
+        assert keys(open_source(tmp_path / "d")) == ["cat/1.png"]
+        assert keys(open_source(tmp_path / "d", "test")) == ["cat/2.png"]
+
+    def test_an_image_beside_parquet_files_with_images_is_not_the_data(
+        self, tmp_path: Path, write_image: Write
+    ) -> None:
+        from tests.data.test_parquet import write
+
+        write(tmp_path / "d" / "train.parquet")
+        write_image(tmp_path / "d" / "preview.png")
+        assert len(open_source(tmp_path / "d")) == 25
 
     def test_cifar10_by_name(self, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATCHMIX_DATA", str(shared / "data"))

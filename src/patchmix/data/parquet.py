@@ -6,6 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,14 @@ def _open(file: Path) -> Any:
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{str(file)!r} cannot be read as parquet ({reason}); give another file") from error
+
+
+def holds_images(file: str | Path) -> bool:
+    """Whether a parquet file has a column of encoded images."""
+    schema = _open(Path(file)).schema_arrow
+    with suppress(ValueError):
+        return bool(_image_column(schema, Path(file)))
+    return False
 
 
 def _image_column(schema: Any, file: Path) -> str:

@@ -64,18 +64,17 @@ def find_shards(data: str) -> dict[Split, list[str]]:
 
 def shards_in(root: Path) -> dict[Split, list[str]]:
     """The shards of a local folder, by split; {} where images are next to them, or where there are none."""
-    splits = files_in(root, ".tar")
-    folders = {root, *(Path(name).parent for names in splits.values() for name in names)}
+    names = files_in(root, ".tar")
+    folders = {root, *(Path(name).parent for name in names)}
     beside = [path.name for folder in folders for path in folder.iterdir()]
     is_mixed = any(name.lower().endswith(EXTENSIONS) and not name.startswith(".") for name in beside)
-    return {} if is_mixed else splits
+    return {} if is_mixed else by_split(names, str(root))
 
 
-def files_in(root: Path, ending: str) -> dict[Split, list[str]]:
-    """Visible files of a folder or one level below, by split; a deep folder of images is not searched."""
+def files_in(root: Path, ending: str) -> list[str]:
+    """Visible files of a folder or one level below; a deep folder of images is not searched."""
     found = [path for pattern in (f"*{ending}", f"*/*{ending}") for path in sorted(root.glob(pattern))]
-    visible = [str(path) for path in found if not path.relative_to(root).as_posix().startswith(".")]
-    return by_split(visible, str(root))
+    return [str(path) for path in found if not path.relative_to(root).as_posix().startswith(".")]
 
 
 def by_split(names: list[str], root: str | None = None) -> dict[Split, list[str]]:

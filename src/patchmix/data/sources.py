@@ -18,13 +18,13 @@ import numpy as np
 from filelock import FileLock
 
 from patchmix.data.contract import EncodedSource, Source, Split
-from patchmix.data.decode import DecodeError, pixel_channels
+from patchmix.data.decode import EXTENSIONS, DecodeError, pixel_channels
 from patchmix.data.folder import FolderSource, class_names
 from patchmix.data.memory import InMemorySource, from_array, in_memory
-from patchmix.data.parquet import ParquetSource
+from patchmix.data.parquet import ParquetSource, holds_images
 from patchmix.data.python import PREFIX, given
 from patchmix.data.shapes import shapes_source
-from patchmix.data.shard_files import files_in, find_shards, names_shards, shards_in
+from patchmix.data.shard_files import by_split, files_in, find_shards, names_shards, shards_in
 from patchmix.data.shards import open_shards
 from patchmix.files import cache_folder
 
@@ -128,10 +128,17 @@ def _local(data: str | Path) -> Path | None:
 
 
 def _parquet_files(root: Path) -> dict[Split, list[str]]:
-    """Parquet files by split; {} when there are none."""
+    """Parquet files by split; {} when there are none, or when they only describe the image files of the folder."""
     if root.is_file():
         return {"train": [str(root)]} if root.suffix == ".parquet" else {}
-    return files_in(root, ".parquet")
+    names = files_in(root, ".parquet")
+    if names and not any(map(holds_images, names)) and _has_image_files(root):
+        return {}
+    return by_split(names, str(root))
+
+
+def _has_image_files(root: Path) -> bool:
+    return any(name.lower().endswith(EXTENSIONS) for _, _, names in os.walk(root) for name in names)
 
 
 def _data_roots() -> list[Path]:
