@@ -81,7 +81,6 @@ def _write_split(source: Source, split: Split, per_shard: int, settings: Shards)
     _claim(out, split, job)
     order = _order(source, settings.shuffle)
     names = [f"{split}-{number:06d}.tar" for number in range(-(-len(source) // per_shard))]
-    left_out: list[str] = []
     with (
         ThreadPoolExecutor(settings.workers) as pool,
         progress_bar(f"writing {source.name} to {out}", len(source)) as advance,
@@ -92,14 +91,12 @@ def _write_split(source: Source, split: Split, per_shard: int, settings: Shards)
                 with writing(out / name) as file, tarfile.open(fileobj=file, mode="w") as tar:
                     files = pool.map(partial(_image_file, source, quality), positions)
                     for position, image in zip(positions, files, strict=True):
-                        if isinstance(image, DecodeError):
-                            left_out.append(str(image))
-                        else:
+                        if not isinstance(image, DecodeError):
                             _add_sample(tar, source, position, *image)
             advance(len(positions))
-    index = _index(out, names, source, len(left_out))
+    index, left_out = _index(out, names, source, quality)
     index.save(out / f"{split}-index.safetensors")
-    return Written(split, len(names), len(index.offsets), tuple(sorted(left_out)), int(index.shard_bytes.sum()))
+    return Written(split, len(names), len(index.offsets), left_out, int(index.shard_bytes.sum()))
 
 
 def _claim(out: Path, split: Split, job: dict[str, Any]) -> None:
@@ -173,8 +170,8 @@ def _encode(pixels: Pixels, kind: str, option: int, value: int) -> bytes:
     return bytes(data.tobytes())
 
 
-def _index(out: Path, names: list[str], source: Source, left_out: int) -> ShardIndex:
-    """Reads the shards back; raises ValueError where they do not hold what they should."""
+def _index(out: Path, names: list[str], source: Source, quality: int | None) -> tuple[ShardIndex, tuple[str, ...]]:
+    """Reads the shards back, and says which images they lack; raises ValueError where these can be read."""
     parts = []
     with progress_bar(f"checking {out}", len(names), unit="shards") as advance:
         for name in names:
@@ -184,9 +181,11 @@ def _index(out: Path, names: list[str], source: Source, left_out: int) -> ShardI
     index = join(parts)
     damaged = [f"{name} ({text})" for name, text in zip(index.shards, index.skipped, strict=True) if text]
     numbers = np.array([int(index.name(i)[:9]) for i in range(len(index.offsets))], np.int64)
-    missing = len(source) - len(np.unique(numbers))
+    missing = np.setdiff1d(np.arange(len(source)), numbers).tolist()
     wrong = source.labels is not None and not np.array_equal(index.labels, source.labels[numbers])
-    if damaged or wrong or missing < left_out:
-        what = damaged[0] if damaged else f"{len(numbers)} samples, {missing} missing, {left_out} skipped"
+    images = [] if damaged else [_image_file(source, quality, position) for position in missing]
+    left_out = sorted(str(image) for image in images if isinstance(image, DecodeError))
+    if damaged or wrong or len(left_out) < len(missing):
+        what = damaged[0] if damaged else f"{len(numbers)} samples, {len(missing)} missing, {len(left_out)} skipped"
         raise ValueError(f"the shards in {str(out)!r} do not hold what was written ({what}); remove them, write again")
-    return replace(index, classes=source.classes)
+    return replace(index, classes=source.classes), tuple(left_out)
