@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from patchmix.build import METHODS
@@ -189,6 +190,20 @@ def test_metrics_survive_a_cut_line(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(path)] == [1, 2]
     forget_after(path, 1)
     assert path.read_text() == '{"kind": "train", "step": 1}\n'
+
+
+@pytest.mark.parametrize("resumed_at", [0, 4])
+def test_a_resumed_run_does_not_repeat_rows(tmp_path: Path, resumed_at: int) -> None:
+    """Evaluations before the first step, and after the last one, are done again."""
+    for step in (0, resumed_at):
+        log = RunLog(tmp_path, step=step)
+        for row in [("monitor", 0), ("train", 4), ("monitor", 4)] if step == 0 else [("monitor", 4)]:
+            log.record(*row, {"rank": 1.0})
+        log.close()
+    rows = [(row["kind"], row["step"]) for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert rows == [("monitor", 0), ("train", 4), ("monitor", 4)]
+    board = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in board.Scalars("monitor/rank")] == [0, 4]
 
 
 def test_log_writes_json_lines_and_tensorboard(tmp_path: Path) -> None:

@@ -66,11 +66,11 @@ class RunLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        forget_after(self.path, step)
+        self._kept = forget_after(self.path, step)
         self._file = self.path.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is used
 
-        self._board = SummaryWriter(str(folder), purge_step=step + 1)
+        self._board = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
         self._trackers: list[tuple[Callable[..., Any], Callable[[], Any]]] = []
 
     def track(self, trackers: Mapping[str, str | None], config: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ class RunLog:
         """Appends a line to metrics.jsonl; `kind` is train (at log steps, on every rank), monitor or event."""
         if kind == "train":
             self.at_log_steps()
-        if self.folder is None:
+        if self.folder is None or (kind, step) in self._kept:  # a finished run that is resumed evaluates again
             return
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         try:
@@ -177,8 +177,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drops what a killed run logged after the checkpoint that it resumes from: those steps are taken again."""
-    if path.exists():
-        kept = [row for row in read_metrics(path) if row["step"] <= step]
-        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+def forget_after(path: Path, step: int) -> set[tuple[str, int]]:
+    """Drops what a killed run logged after the checkpoint that it resumes from: those steps are taken again.
+
+    At step 0 nothing is kept, because there was no checkpoint. Returns kind and step of the rows that are kept.
+    """
+    if not path.exists():
+        return set()
+    kept = [row for row in read_metrics(path) if row["step"] <= step and step > 0]
+    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+    return {(row["kind"], row["step"]) for row in kept}
