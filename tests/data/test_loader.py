@@ -162,7 +162,7 @@ class TestWorkers:
         assert not multiprocessing.active_children()
 
     def test_one_that_hangs_is_not_waited_for_without_end(self) -> None:
-        with pytest.raises(ValueError, match=r"no process has prepared a batch within 0\.02 min"):
+        with pytest.raises(ValueError, match=r"no worker has prepared a batch within 0\.02 min"):
             next(loader(workers=1, timeout_minutes=0.02, transform=Slow(seconds=1000)).batches())
         wait_for_the_end_of_workers()
 

@@ -174,6 +174,14 @@ def test_mistakes(data: Any, message: str) -> None:
         name_of(data)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_array_with_the_channels_first_is_refused(channels: int) -> None:
+    data = np.zeros((8, channels, 20, 24), np.uint8)
+    with pytest.raises(ValueError, match=r"arrays are \(N, H, W, C\); for \(N, C, H, W\) pass a tensor"):
+        open_source(name_of(data), in_chans=channels)
+    assert open_source(name_of(torch.from_numpy(data)), in_chans=channels).load(0).shape == (20, 24, 3)
+
+
 def test_a_name_without_its_data() -> None:
     with pytest.raises(ValueError, match="is data of a Python program; call patchmix from Python"):
         open_source("python:Pictures-0123456789ab")

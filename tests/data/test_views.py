@@ -57,9 +57,9 @@ def test_the_two_views_are_the_papers() -> None:
 @pytest.mark.parametrize(
     ("wrong", "rule"),
     [
-        ({"area": (0.5, 0.1)}, "area"),
+        ({"area": (0.5, 0.1)}, r"area is \(0\.5, 0\.1\); it must be a range with 0 < low <= high <= 1$"),
         ({"area": (0.5, 1.1)}, "<= 1"),
-        ({"sigma": (0.0, 1.0)}, "sigma"),
+        ({"sigma": (0.0, 1.0)}, r"sigma is \(0\.0, 1\.0\); it must be a range with 0 < low <= high$"),
     ],
 )
 def test_a_wrong_view_is_refused(wrong: dict[str, object], rule: str) -> None:

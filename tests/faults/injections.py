@@ -60,9 +60,9 @@ def killed_worker(folder: Path, times: int = 1) -> Row:
         trainee = Trainee(out, "--workers", "1").wait_for_checkpoint()
         os.kill(trainee.children()[0], signal.SIGKILL)
         line = trainee.ends(2).last_line
-        assert "a process that prepares images died" in line and "--resume auto" in line
+        assert "a data-loading worker died" in line and "--resume auto" in line
         _resumes(out, folder, "--workers", "1")
-    return "kill -9 of a process that prepares images", times, "one line, exit code 2; " + CONTINUED
+    return "kill -9 of a data-loading worker", times, "one line, exit code 2; " + CONTINUED
 
 
 def stopped_and_started_twice(folder: Path, times: int = 1) -> Row:

@@ -348,7 +348,7 @@ def test_without_a_tracker_the_remedy_is_named(name: str, tmp_path: Path, monkey
     ],
 )
 def test_a_dead_process_of_the_loader_is_named_in_one_line(error: Exception) -> None:
-    with pytest.raises(ValueError, match=r"a process that prepares images died .*--resume auto"), name_dead_workers():
+    with pytest.raises(ValueError, match=r"a data-loading worker died .*--resume auto"), name_dead_workers():
         raise error
     with pytest.raises(RuntimeError, match="another"), name_dead_workers():
         raise RuntimeError("another reason")

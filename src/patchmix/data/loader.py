@@ -229,8 +229,8 @@ def _run(
         if "DataLoader timed out" not in str(error):
             raise
         raise ValueError(
-            f"no process has prepared a batch within {timeout_minutes:g} min: data that is too slow, or a process "
-            "that hangs; continue with --resume auto (--timeout-minutes sets how long to wait)"
+            f"no worker has prepared a batch within {timeout_minutes:g} min: the data is too slow, or a worker hangs; "
+            "continue with --resume auto (--timeout-minutes sets how long to wait)"
         ) from error
     finally:
         # Ended here, not at some later collection or at exit: when an error's traceback keeps the iterator alive,

@@ -58,10 +58,13 @@ def open_source(
         source.channels = channels
     elif len(source):
         with suppress(DecodeError):  # said elsewhere
-            if (found := source.load(0).shape[2]) != channels:
+            shape = source.load(0).shape
+            if shape[2] != channels:
+                remedy = f"train one with --in-chans {shape[2]}"
+                if shape[0] in (1, channels):
+                    remedy = "arrays are (N, H, W, C); for (N, C, H, W) pass a tensor"
                 raise ValueError(
-                    f"{source.name} has images of {found} channels, the encoder takes {in_chans}; "
-                    f"train one with --in-chans {found}"
+                    f"{source.name} has images of {shape[2]} channels, the encoder takes {in_chans}; {remedy}"
                 )
     return in_memory(source, cache_bytes)
 

@@ -52,7 +52,8 @@ class View:
         for name in ("area", "ratio", "sigma"):
             low, high = getattr(self, name)
             if not 0 < low <= high or (name == "area" and high > 1):
-                raise ValueError(f"{name} {(low, high)} is a range; give 0 < low <= high{' <= 1' * (name == 'area')}")
+                most = " <= 1" * (name == "area")
+                raise ValueError(f"{name} is {(low, high)}; it must be a range with 0 < low <= high{most}")
 
 
 class Transform(Protocol):
@@ -121,7 +122,9 @@ def empty_batch(images: Sequence[Pixels], size: int) -> Pixels:
     """Room for views of images: uint8 (N, size, size, 3) if all are 8-bit RGB, else float32 (…, C), white at 1."""
     counts = {image.shape[2] for image in images} or {3}
     if len(counts) > 1:
-        raise ValueError(f"images have {' and '.join(map(str, sorted(counts)))} channels; all must have as many")
+        raise ValueError(
+            f"images have {' and '.join(map(str, sorted(counts)))} channels; all must have the same number"
+        )
     dtype = np.uint8 if all(map(is_rgb8, images)) else np.float32
     return np.empty((len(images), size, size, *counts), dtype)
 
@@ -149,7 +152,8 @@ def as_channels(images: Tensor, in_chans: int) -> Tensor:
     if in_chans == 1:
         return images.mean(dim=1, keepdim=True)
     if images.shape[1] != in_chans:
-        raise ValueError(f"images have {images.shape[1]} channels, the encoder takes {in_chans}; give others")
+        found = f"images have {images.shape[1]} channels, the encoder takes {in_chans}"
+        raise ValueError(f"{found}; give images with {in_chans} channels")
     return images
 
 

@@ -170,6 +170,6 @@ def name_dead_workers() -> Iterator[None]:
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"a process that prepares images died ({reason}); memory may have run out: use fewer "
+            f"a data-loading worker died ({reason}); memory may have run out: use fewer "
             "--workers or more memory, then continue with --resume auto"
         ) from error
