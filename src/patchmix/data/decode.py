@@ -25,6 +25,7 @@ MAX_PIXELS = 100_000_000  # against decompression bombs; checked in the header, 
 
 _JPEG, _PNG, _NPY = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_EXTENSIONS = {_JPEG: "jpg", _PNG: "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
 _SPECIAL_CHUNKS = (b"tRNS", b"eXIf", b"acTL")  # of PNG: a transparent color, orientation, animation
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is said once, by DecodeError
 
@@ -220,6 +221,11 @@ def size_of(data: bytes, key: str) -> tuple[int, int]:
                 return upright.height, upright.width
             sideways = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
             return (image.width, image.height) if sideways else (image.height, image.width)
+
+
+def extension_of(data: bytes) -> str:
+    """The usual extension of an image file, by how its bytes begin; "tif" for all that are not known."""
+    return next((extension for magic, extension in _EXTENSIONS.items() if data.startswith(magic)), "tif")
 
 
 def _is_simple(image: Image.Image, data: bytes) -> bool:

@@ -18,7 +18,7 @@ import cv2
 import numpy as np
 
 from patchmix.data.contract import EncodedSource, Indices, Source, Split, groups_of
-from patchmix.data.decode import DecodeError, Pixels, size_of, to_picture
+from patchmix.data.decode import DecodeError, Pixels, extension_of, size_of, to_picture
 from patchmix.data.memory import some_positions
 from patchmix.data.randomness import Order, permutation
 from patchmix.data.shards import ShardIndex, join, scan
@@ -29,7 +29,6 @@ from patchmix.settings import Shards
 
 _SEED = 0  # of the order in which samples are written
 _WEIGHED = 256  # samples whose mean size stands for all
-_MAGIC = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM", "bmp"))
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ def _image_file(source: Source, quality: int | None, position: int) -> tuple[byt
         size_of(data, source.key(position))
     except DecodeError as error:
         return error
-    return data, next((extension for magic, extension in _MAGIC if data.startswith(magic)), "tif")
+    return data, extension_of(data)
 
 
 def _encode(pixels: Pixels, kind: str, option: int, value: int) -> bytes:
