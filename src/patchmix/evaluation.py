@@ -22,7 +22,7 @@ from patchmix.evaluate.knn import TEMPERATURE, knn_of
 from patchmix.evaluate.labeled import Labeled, few_labels, open_labeled
 from patchmix.evaluate.linear import linear_of
 from patchmix.evaluate.masks import Masked, has_masks, open_masks
-from patchmix.evaluate.protocol import Task
+from patchmix.evaluate.protocol import Task, changed
 from patchmix.evaluate.results import RAW_PIXELS, Result, known_result, read_results
 from patchmix.evaluate.segment import segment_fast_of
 from patchmix.files import replacing, run_lock, write_text
@@ -176,7 +176,13 @@ def evaluate_one(
         ]
         if tokens and max(map(extractor.patch_bytes, sources)) > MOST_BYTES:
             console.print(f"{name} has too many patch tokens for {protocol}; it is skipped", soft_wrap=True)
-        elif result := known_result(known, kept_as, labeled.fingerprint(), task.digest, extractor.record() | needed):
+        elif result := known_result(
+            [each for each in known if each.changed == changed(own)],  # the default k and epochs
+            kept_as,
+            labeled.fingerprint(),
+            task.digest,
+            extractor.record() | needed,
+        ):
             found[protocol] = result
         else:
             missing[protocol] = task

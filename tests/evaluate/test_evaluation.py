@@ -135,6 +135,21 @@ def test_the_same_call_evaluates_nothing_again_and_another_seed_what_depends_on_
     assert ran == ["knn", "segment-fast"]
 
 
+def test_results_of_other_settings_are_not_reused(own_run: Path, pets: Path, tmp_path: Path) -> None:
+    wanted = run([own_run], [pets], tmp_path / "alone", baselines=False)
+    common: dict[str, Any] = {"weights": str(own_run), "data": str(pets / "images"), "out": tmp_path / "out"}
+    fast: dict[str, Any] = common | {"protocol": "fast", "workers": 0, "epochs": 3.0}
+    knn(Knn(**common, k=(1,)))
+    linear(Linear(**fast))
+    linear(Linear(**fast, shots=2, draws=2))
+    linear(Linear(**fast, pool="attentive"))
+    segment(Segment(**fast | {"data": pets}))
+    found = run([own_run], [pets], tmp_path / "out", baselines=False)
+    assert {key: score.result.settings for key, score in found.items()} == {
+        key: score.result.settings for key, score in wanted.items()
+    }
+
+
 def test_all_steps_make_a_curve(own_run: Path, class_folder: Path, tmp_path: Path) -> None:
     checkpoints = Checkpoints(own_run / "checkpoints", keep=9)
     last = checkpoints.last

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ _NOT_RECORDED = {  # where things come from and go to, and what is recorded unde
     *("weights", "encoder", "model", "start", "data", "train", "val", "test", "out", "device", "workers", "pictures"),
     *("eval_only", "predict", "threshold", "protocol", "base_lr", "shots", "fraction", "draws", "class_names"),
 }
+# Options that do not change a result, or show in its protocol, weights or fingerprint.
+_ELSEWHERE = _NOT_RECORDED - {"base_lr", "train", "val", "test"}
+_ELSEWHERE |= {"cache", "layers", "ignore_index", "accumulate", "recompute", "evaluate_every"}
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Task:
         if getattr(few, "pool", None) == "pixels":
             whose = RAW_PIXELS, RAW_PIXELS
         origin = str(few.data), self.data.fingerprint(), *whose
-        result = Result(protocol, metrics, images, *origin, settings, details, **more)
+        result = Result(protocol, metrics, images, *origin, settings, details, **more, changed=changed(few))
         if self.out is not None and distributed.is_main():
             append_result(self.out, result)
         return result
@@ -139,6 +142,15 @@ def open_task(
 def recorded(settings: Finetune | Segment | Detect) -> Values:
     """The settings that decide what is learned, for results and checkpoints."""
     return {name: value for name, value in asdict(settings).items() if name not in _NOT_RECORDED}
+
+
+def changed(settings: TaskSettings | Detect) -> Values:
+    """The options that decide a result and are not the defaults, as JSON gives them back."""
+    found = {each.name: (getattr(settings, each.name), each.default) for each in fields(settings)}
+    different = {name: value for name, (value, default) in found.items() if value != default and name not in _ELSEWHERE}
+    if different.get("pool") in ("attentive", "pixels"):  # the protocol or the weights say so
+        del different["pool"]
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in different.items()}
 
 
 def wants_few_labels(settings: FewLabels) -> bool:

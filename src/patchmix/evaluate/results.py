@@ -51,6 +51,7 @@ class Result:
     settings: dict[str, Any] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # 95 %, of metrics that are no shares
+    changed: dict[str, Any] | None = None  # options that are not the defaults; None: not recorded, by an older version
     date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     @property
