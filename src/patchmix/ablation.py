@@ -12,8 +12,9 @@ from rich.console import Console
 from patchmix import distributed
 from patchmix.config import Config, changes, check_known, differences, flat, read_config
 from patchmix.data.sources import open_source
+from patchmix.data.views import usual_resize
 from patchmix.device import resolve_device
-from patchmix.evaluate.features import LAYERS, usual_resize
+from patchmix.evaluate.features import LAYERS
 from patchmix.evaluate.knn import HEADLINE_K, TEMPERATURE, fitting_ks
 from patchmix.evaluate.labeled import Labeled, open_labeled
 from patchmix.evaluate.results import Result, known_result, read_results

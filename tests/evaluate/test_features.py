@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from patchmix.data.shapes import shapes_source
-from patchmix.data.views import to_float
+from patchmix.data.sources import open_source
+from patchmix.data.views import to_float, usual_resize
 from patchmix.evaluate import features
-from patchmix.evaluate.features import FeatureExtractor, extract, usual_resize
+from patchmix.evaluate.features import FeatureExtractor, extract
 from patchmix.evaluate.labeled import Part, Subset, held_out, open_labeled
 from patchmix.evaluate.protocol import encoder_name
-from patchmix.interop.backbone import Backbone
+from patchmix.interop.backbone import Architecture, Backbone
+from patchmix.nn.vit import create_encoder
 from patchmix.progress import progress_bar
 from tests.evaluate.conftest import make_backbone
 
@@ -109,6 +111,15 @@ def test_resize_is_the_authors_switch(backbone: Backbone) -> None:
     cropped = FeatureExtractor(backbone, device=CPU, resize=36).features(source).vectors
     assert not torch.allclose(whole, cropped)
     assert (usual_resize(32), usual_resize(224), usual_resize(384)) == (32, 256, 439)
+
+
+def test_embed_takes_images_as_evaluation_does(class_folder: Path) -> None:
+    encoder = create_encoder("vit_tiny_patch16_80", dim=24, depth=1, heads=3)
+    large = Backbone(Architecture.of("vit_tiny_patch16_80", encoder), encoder.state_dict())
+    source = open_source(class_folder, "train")
+    expected = FeatureExtractor(large, device=CPU, cache=False).features(source).vectors
+    files = [class_folder / source.key(i) for i in range(len(source))]
+    torch.testing.assert_close(large.embed(files, device="cpu"), expected)
 
 
 def test_broken_weights_are_named_and_not_stored(cache: Path) -> None:

@@ -9,8 +9,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import timm
 import torch
+from PIL import Image
 
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.exporting import FORMATS, export
@@ -74,9 +77,22 @@ def test_names_of_timm_and_of_ours(name: str, tmp_path: Path) -> None:
     exported = export(backbone, tmp_path / "a.safetensors", "timm")
     size = backbone.architecture.image_size
     images = torch.rand(1, 3, size, size)
-    torch.testing.assert_close(
-        opened(exported.usage, normalized(images, backbone)), backbone.embed(images), atol=1e-5, rtol=0
-    )
+    with torch.no_grad():
+        expected = backbone.encoder()(images)
+    torch.testing.assert_close(opened(exported.usage, images), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_32", "vit_tiny_patch16_96"])
+def test_timm_prepares_images_as_we_do(name: str, tmp_path: Path) -> None:
+    encoder = create_encoder(name, dim=48, depth=1, heads=3)
+    backbone = Backbone(Architecture.of(name, encoder), encoder.state_dict(), mean=(0.4, 0.5, 0.6))
+    export(backbone, tmp_path / "hub", "huggingface")
+    model: Any = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True).eval()
+    transform: Any = timm.data.create_transform(**timm.data.resolve_data_config(model.pretrained_cfg))
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (150, 200, 3), dtype=np.uint8))
+    with torch.no_grad():
+        features = model(transform(picture)[None])
+    torch.testing.assert_close(features, backbone.embed([picture]), atol=5e-3, rtol=0)  # roundings of pixels
 
 
 def test_gray_encoder(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ Floats = npt.NDArray[np.float64]
 # How much finer than its view a crop of a reduced image must be. Reduced views lose a little of their gradients: 4 % at
 # 1, 2 % at 1.5, 1 % at 2.
 _MARGIN = 1.5
+SMALL_IMAGES = 64  # up to here images are evaluated whole, above with the usual margin of 8/7 (256 → 224)
 _ATTEMPTS = 10  # torchvision's, to find a crop that fits inside the image
 
 
@@ -116,6 +117,11 @@ class CenterCrop:
         # torchvision truncates the longer side and rounds the crop's corner; so must we, to the pixel.
         resized = [int(self.resize * side / min(sides)) for side in sides]
         return [(side, round((side - self.size) / 2.0)) for side in resized]
+
+
+def usual_resize(image_size: int) -> int:
+    """The shorter side before the center crop: small images are taken whole, larger ones with ImageNet's margin."""
+    return image_size if image_size <= SMALL_IMAGES else round(image_size * 256 / 224)
 
 
 def empty_batch(images: Sequence[Pixels], size: int) -> Pixels:

@@ -27,7 +27,7 @@ from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.loader import one_pass
 from patchmix.data.sources import open_source
-from patchmix.data.views import CenterCrop, as_channels, to_float
+from patchmix.data.views import CenterCrop, as_channels, to_float, usual_resize
 from patchmix.device import resolve_device
 from patchmix.files import cache_folder, prune, replacing, writing
 from patchmix.interop.backbone import Backbone, pooled
@@ -42,7 +42,6 @@ LAYERS: dict[str, str] = {
     "patches": "patch tokens after the last norm",
     "pixels": f"pixels at {PIXELS} px",
 }
-SMALL_IMAGES = 64  # up to here images are evaluated whole, above with the usual margin of 8/7 (256 → 224)
 KEPT_BYTES = 10 * 2**30  # of all features on disk together; beyond that, those unused for longest go
 MOST_BYTES = 8 * 2**30  # of patch tokens that may be held in memory
 _VERSION = 1  # part of every key: raise it when the same arguments give other features
@@ -215,11 +214,6 @@ def pooled_all(encoder: nn.Module, images: Tensor, pools: Sequence[str]) -> dict
         patches, prefix = after[block]
         found[pool] = patches if pool == "patches" else prefix[:, 0] if "token" in pool else patches.mean(dim=1)
     return found
-
-
-def usual_resize(image_size: int) -> int:
-    """The shorter side before the center crop: small images are taken whole, larger ones with ImageNet's margin."""
-    return image_size if image_size <= SMALL_IMAGES else round(image_size * 256 / 224)
 
 
 def check_finite(vectors: Tensor, whose: str) -> None:

@@ -30,9 +30,9 @@ from patchmix import distributed
 from patchmix.data.decode import Pixels, to_picture
 from patchmix.data.loader import Batch
 from patchmix.data.randomness import hash_words
-from patchmix.data.views import Transform, View, Views, as_channels
+from patchmix.data.views import Transform, View, Views, as_channels, usual_resize
 from patchmix.evaluate import protocol
-from patchmix.evaluate.features import extract, usual_resize
+from patchmix.evaluate.features import extract
 from patchmix.evaluate.labeled import Part
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone, save_weights

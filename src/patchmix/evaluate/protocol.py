@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from patchmix import distributed
 from patchmix.data.contract import Source
 from patchmix.data.loader import Batch, Loader, one_pass
-from patchmix.data.views import to_float
+from patchmix.data.views import SMALL_IMAGES, to_float
 from patchmix.device import autocast_dtype, resolve_device
-from patchmix.evaluate.features import SMALL_IMAGES, FeatureExtractor, Features
+from patchmix.evaluate.features import FeatureExtractor, Features
 from patchmix.evaluate.labeled import Labeled, few_labels, open_labeled
 from patchmix.evaluate.masks import open_masks
 from patchmix.evaluate.results import RAW_PIXELS, Result, append_result, mean_over_draws

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from patchmix.data import IMAGENET_MEAN, IMAGENET_STD
 from patchmix.data.decode import Pixels, as_pixels, pixel_channels, read_image, to_rgb
-from patchmix.data.views import CenterCrop, as_channels, to_float
+from patchmix.data.views import CenterCrop, as_channels, to_float, usual_resize
 from patchmix.device import resolve_device
 from patchmix.files import replacing
 from patchmix.nn.tokens import class_tokens
@@ -112,8 +112,9 @@ class Backbone:
         """Features (N, dim), float32 on the CPU: the class token, or the mean over patch tokens.
 
         images: a tensor or array (N, C, H, W) or (N, H, W, C) of uint8, uint16 or floats in [0, 1], or a list of PIL
-        images, files and arrays (H, W, C). C is 3 for encoders of 1 or 3 channels. They are resized, center-cropped to
-        the encoder's size, and normalized with its own mean and std. `device` is auto, cpu, cuda, cuda:1, …
+        images, files and arrays (H, W, C). C is 3 for encoders of 1 or 3 channels. They are resized and center-cropped
+        as in evaluation (above 64 px with a margin of 8/7), and normalized with the encoder's own mean and std.
+        `device` is auto, cpu, cuda, cuda:1, …
         """
         if pool not in ("token", "mean"):
             raise ValueError(f"pool is {pool!r}; it must be token or mean")
@@ -125,7 +126,8 @@ class Backbone:
             raise ValueError("there are no images to embed; give at least one")
         if isinstance(images, Tensor | np.ndarray) and images.ndim != 4:
             raise ValueError(f"images have shape {tuple(images.shape)}; expected (N, C, H, W) or (N, H, W, C)")
-        target, crop = resolve_device(device), CenterCrop(self.architecture.image_size)
+        target, size = resolve_device(device), self.architecture.image_size
+        crop = CenterCrop(size, resize=usual_resize(size))
         encoder, channels = self.encoder().to(target), pixel_channels(self.architecture.in_chans)
         features = []
         for start in range(0, len(images), batch_size):

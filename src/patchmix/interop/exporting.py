@@ -14,6 +14,7 @@ import timm
 import torch
 from torch import Tensor
 
+from patchmix.data.views import usual_resize
 from patchmix.files import check_absent, replacing, write_text
 from patchmix.interop.backbone import TIMM_ARGUMENTS, Architecture, Backbone, save_weights
 from patchmix.interop.layouts import ENCODER_TENSOR, TO_TORCHVISION, rename
@@ -99,7 +100,7 @@ def _huggingface(backbone: Backbone, out: Path) -> Exported:
             "input_size": [backbone.architecture.in_chans, pixels, pixels],
             "fixed_input_size": True,
             "interpolation": "bicubic",
-            "crop_pct": 1.0,
+            "crop_pct": pixels / usual_resize(pixels),
             "crop_mode": "center",
             "mean": list(backbone.mean),
             "std": list(backbone.std),

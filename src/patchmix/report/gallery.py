@@ -13,9 +13,9 @@ from patchmix.data.contract import Source, Split
 from patchmix.data.decode import pixel_channels, to_picture
 from patchmix.data.folder import FolderSource
 from patchmix.data.sources import has_split, open_source
-from patchmix.data.views import CenterCrop
+from patchmix.data.views import CenterCrop, usual_resize
 from patchmix.device import resolve_device
-from patchmix.evaluate.features import FeatureExtractor, usual_resize
+from patchmix.evaluate.features import FeatureExtractor
 from patchmix.evaluate.labeled import Subset
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone

@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from patchmix.data.views import usual_resize
 from patchmix.evaluate.results import protocol_name, read_results
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
@@ -96,6 +97,7 @@ def model_card(backbone: Backbone, weights: str, repo: str, license: str | None 
         facts="\n".join(markdown_table(["", ""], rows.items())),
         results=_evaluations(Path(weights), backbone.digest()),
         size=shape.image_size,
+        resize=usual_resize(shape.image_size),
         mean=tuple(round(value, 3) for value in backbone.mean),
         std=tuple(round(value, 3) for value in backbone.std),
     )
