@@ -20,13 +20,14 @@ from patchmix.interop.loading import load_backbone
 
 
 def test_the_card_has_cost_and_results(own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["knn", str(own_run), "--data", "shapes:80", "--device", "cpu"])
     main(["knn", str(own_run), "--data", "shapes:80", "--device", "cpu", "--k", "5"])
     main(["export", str(own_run), "--out", str(tmp_path / "hub"), "--format", "huggingface", "--license", "cc0-1.0"])
     card = (tmp_path / "hub" / "README.md").read_text()
     header, _, text = card.removeprefix("---\n").partition("---\n")
     assert "license: cc0-1.0\n" in header and "library_name: timm" in header
-    result = read_results(own_run)[-1]
-    assert f"| {result.headline} | {result.headline_interval} |" in text
+    for result, name in zip(read_results(own_run), ("kNN", "kNN (k 5)"), strict=True):
+        assert f"| {name} | shapes:80 | {result.images} | {result.headline} | {result.headline_interval} |" in text
     for fact in ("| trained on | shapes (train) |", "| training images | 64 |", "| optimizer steps | 4 |"):
         assert fact in text
     flops = float(re.findall(r"\| training FLOPs \| (\S+) \|", text)[0])

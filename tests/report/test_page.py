@@ -64,6 +64,14 @@ def test_it_says_what_the_run_is_and_what_it_is_worth(
     assert [panel["key"] for panel in data["curves"]["panels"]][:4] == ["oto", "mto", "region", "knn"]
 
 
+def test_the_summary_has_the_result_with_the_default_options(run: Path) -> None:
+    record = read_record(run)
+    (main,) = record.results
+    other = replace(main, metrics=main.metrics | {"top1": 0.123}, changed={"k": [3]})
+    assert verdict(replace(record, results=[main, other])) == verdict(record)
+    assert ", kNN (k 3) 12.3 % [" in verdict(replace(record, results=[other]))[0]
+
+
 def test_a_run_that_is_unfinished_or_collapsed_is_marked(run: Path, tmp_path: Path) -> None:
     going = tmp_path / "going"
     shutil.copytree(run, going)

@@ -20,7 +20,9 @@ def paper_config(data: str = "cifar10", epochs: float = 800.0, model: str = "vit
     return dataclasses.replace(config, data=dataclasses.replace(config.data, path=data))
 
 
-def result(protocol: str, top1: float, *, data: str = "cifar10", weights: str = "a" * 64) -> Result:
+def result(
+    protocol: str, top1: float, *, data: str = "cifar10", weights: str = "a" * 64, changed: dict[str, Any] | None = None
+) -> Result:
     return Result(
         protocol=protocol,
         metrics={"top1": top1},
@@ -29,6 +31,7 @@ def result(protocol: str, top1: float, *, data: str = "cifar10", weights: str = 
         fingerprint="f",
         encoder="vit_tiny_patch2_32",
         weights=weights,
+        changed=changed,
     )
 
 
@@ -100,6 +103,18 @@ def test_weights_and_data_are_not_mixed(tmp_path: Path) -> None:
         ("cifar10", "b", "knn", 92.9),
         ("cifar10", "a", "linear", 94.4),
         ("cifar100", "a", "knn", None),  # the paper's was trained on it
+    ]
+
+
+def test_other_options_do_not_hide_the_default(tmp_path: Path) -> None:
+    changed = {"k": [3], "pool": "mean"}
+    pixels = result("knn", 0.4, weights="raw pixels")
+    run = make_run(tmp_path / "a", None, result("knn", 0.8), result("knn", 0.6, changed=changed), pixels)
+    rows = [row.cells() for row in compare(Compare((run,)))]
+    assert [(row[1], row[3], row[6]) for row in rows] == [
+        ("kNN", "80.00", "aaaaaaaa"),
+        ("kNN", "40.00", "raw pixels"),
+        ("kNN (k 3, pool mean)", "60.00", "aaaaaaaa"),
     ]
 
 

@@ -63,6 +63,12 @@ class Result:
         return "miou" if "miou" in self.metrics else "top1"
 
     @property
+    def title(self) -> str:
+        """The protocol, with the options that are not the defaults: kNN (k 3, pool mean)."""
+        options = [f"{name.replace('_', ' ')} {_plain(value)}" for name, value in (self.changed or {}).items()]
+        return protocol_name(self.protocol) + (f" ({', '.join(options)})" if options else "")
+
+    @property
     def headline(self) -> str:
         """What a table shows: top-1 or mIoU in %, or box and mask AP of a detector."""
         if self.main in self.metrics:

@@ -148,8 +148,9 @@ def verdict(record: Record) -> tuple[str, bool]:
     accuracy = "kNN not measured" if knn is None else f"kNN {100 * knn:.1f} % in the training monitor"
     own = [result for result in record.results if result.protocol == "knn" and result.weights != RAW_PIXELS]
     if own:
-        low, high = own[-1].interval()
-        accuracy = f"kNN {100 * own[-1].top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+        shown = ([result for result in own if not result.changed] or own)[-1]  # rather one with the default options
+        low, high = shown.interval()
+        accuracy = f"{shown.title} {100 * shown.top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
     health = {key: value for key in ("rank", "mean_cosine") if (value := record.history.last(key)) is not None}
     start = {} if record.backbone is None else record.backbone.origin.get("start", {})
     warning = guard_verdict(start) or collapse_warning(health)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from patchmix.data.views import usual_resize
-from patchmix.evaluate.results import protocol_name, read_results
+from patchmix.evaluate.results import read_results
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.exporting import Exported, export
@@ -104,13 +104,12 @@ def model_card(backbone: Backbone, weights: str, repo: str, license: str | None 
 
 
 def _evaluations(run: Path, digest: str) -> str:
-    """The latest result of these weights by each protocol on each dataset."""
+    """The latest result of these weights by each protocol and its options on each dataset."""
     found = [result for result in read_results(run) if digest.startswith(result.weights) and "top1" in result.metrics]
-    latest = {(result.protocol, result.data): result for result in found}.values()
+    latest = {(result.title, result.data): result for result in found}.values()
     if not latest:
         return "Not evaluated yet."
     rows = [
-        (protocol_name(each.protocol), Path(each.data).name, f"{each.images:,}", each.headline, each.headline_interval)
-        for each in latest
+        (each.title, Path(each.data).name, f"{each.images:,}", each.headline, each.headline_interval) for each in latest
     ]
     return "\n".join(markdown_table(["protocol", "data", "test images", "top-1 in %", "95 % interval"], rows))

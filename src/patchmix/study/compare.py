@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from patchmix.config import Config, differences, read_config
-from patchmix.evaluate.results import FILE, PROTOCOL_NAMES, Result, protocol_name, read_results
+from patchmix.evaluate.results import FILE, PROTOCOL_NAMES, RAW_PIXELS, Result, protocol_name, read_results
 from patchmix.recipes import PAPER_ROWS, RECIPES
 from patchmix.settings import Compare
 
@@ -19,7 +19,7 @@ _FREE = ("data.", "train.seed:", "train.accumulate:", "train.precision:")
 
 @dataclass(frozen=True)
 class Row:
-    """The latest result of some weights by a protocol on a dataset; None where only the paper has one."""
+    """The latest result of some weights by a protocol and its options on a dataset; None: only the paper has one."""
 
     run: str
     config: Config | None
@@ -29,12 +29,12 @@ class Row:
 
     def cells(self) -> list[str | None]:
         """For the columns HEAD."""
-        result, names = self.result, [self.run, protocol_name(self.protocol)]
-        paper = None if self.paper is None else f"{self.paper:.1f}"
+        result, paper = self.result, None if self.paper is None else f"{self.paper:.1f}"
         if result is None:
-            return [*names, None, "not evaluated", None, paper, None, None, None]
+            return [self.run, protocol_name(self.protocol), None, "not evaluated", None, paper, None, None, None]
+        weights = result.weights if result.weights == RAW_PIXELS else result.weights[:8]
         scores = [result.headline, result.headline_interval, paper]
-        return [*names, result.data, *scores, result.weights[:8], f"{result.images:,}", result.date[:10]]
+        return [self.run, result.title, result.data, *scores, weights, f"{result.images:,}", result.date[:10]]
 
 
 def compare(settings: Compare, console: Console | None = None) -> list[Row]:
@@ -52,9 +52,10 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
             trainings.append(f"{folder}: {config.model.name}, recipe {config.recipe}, {length} on {config.data.path}")
     order = [*PROTOCOL_NAMES]
 
-    def place(row: Row) -> tuple[bool, str, int]:
+    def place(row: Row) -> tuple[bool, str, int, bool]:
         name = row.protocol.partition("@")[0]  # knn@5-shot stands with knn
-        return row.result is None, row.cells()[2] or "", order.index(name) if name in order else len(order)
+        known = order.index(name) if name in order else len(order)
+        return row.result is None, row.cells()[2] or "", known, row.result is not None and bool(row.result.changed)
 
     rows.sort(key=place)
     table = Table(caption="top-1 or mIoU in %, box / mask AP in % of detectors", box=None, padding=(0, 2, 0, 0))
@@ -72,14 +73,15 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
 
 
 def rows_of(run: str, config: Config | None, results: Sequence[Result]) -> list[Row]:
-    """The latest result of each protocol, dataset and set of weights, and the paper's numbers that have none.
+    """The latest result of each protocol and its options, dataset and weights, and the paper's numbers without one.
 
     results: the oldest first.
     """
-    latest = {(each.data, each.weights, each.protocol): each for each in results}
+    latest = {(each.data, each.weights, each.title): each for each in results}
     rows = []
-    for (data, _, protocol), result in latest.items():
-        rows.append(Row(run, config, protocol, result, paper_accuracies(config, data).get(protocol)))
+    for result in latest.values():
+        accuracies = paper_accuracies(config, result.data)
+        rows.append(Row(run, config, result.protocol, result, accuracies.get(result.protocol)))
     paper = {} if config is None else paper_accuracies(config, config.data.path)
     missing = paper.keys() - {each.protocol for each in results}
     return rows + [Row(run, config, name, None, paper[name]) for name in PROTOCOL_NAMES if name in missing]

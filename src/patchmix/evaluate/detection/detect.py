@@ -155,7 +155,12 @@ def _result(
     """
     entries, metrics, classes = scored
     details |= {"classes": classes}
-    result = Result("detect", metrics, len(val), str(settings.data), val.fingerprint(), *origin, details)
+    options = protocol.changed(settings)
+    if settings.eval_only:  # the others are the detector's
+        options = {name: value for name, value in options.items() if name == "val"}
+    result = Result(
+        "detect", metrics, len(val), str(settings.data), val.fingerprint(), *origin, details, changed=options
+    )
     if folder is not None and out is not None and distributed.is_main():
         save_detections(folder, entries)
         save_pictures(folder / "pictures", val, entries, count=settings.pictures)
