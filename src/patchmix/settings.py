@@ -150,8 +150,9 @@ class Detect:
     """An encoder as for knn, or `scratch`. With --eval-only or --predict: a detector, or the folder of one."""
     data: Path | None = None  # A folder with train2017/, val2017/ and annotations/instances_*.json.
     out: Path | None = None  # Folder of results and detector; by default the run's folder.
-    eval_only: bool = False  # Evaluate a detector without training.
-    predict: tuple[Path, ...] = ()  # Images, or folders of images, to draw boxes and masks on.
+    eval_only: bool = False  # Evaluate a detector without training; detections go to OUT, or to evaluated/ in the run.
+    predict: tuple[Path, ...] = ()
+    """Images, or folders of images, to draw boxes and masks on; pictures go to OUT, or to predictions/ in the run."""
     threshold: Fraction = 0.5  # Lowest score that is drawn.
     pictures: Annotated[int, Ge(0)] = 8  # Number of predictions to draw next to the ground truth.
     model: str = "vit_base_patch16_224"  # The architecture for `scratch`.

@@ -84,6 +84,9 @@ def test_from_an_encoder_to_everything_it_leaves(encoder_file: Backbone, coco: P
             name = f"detections.{kind}.json"
             assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
     assert len(read_results(tmp_path / "again")) == 3
+    again = evaluate_only(out, coco)  # by default in the run's folder
+    assert read_results(out) == [result, again] and again.settings["eval_only"]
+    assert (out / "evaluated" / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_a_stopped_training_goes_on_and_ends_the_same(
@@ -205,6 +208,8 @@ def test_predictions_are_drawn(encoder_file: Backbone, coco: Path, tmp_path: Pat
     assert [Path(one["image"]).parent.name for one in listed] == ["photos", "deep"]
     assert listed[0]["objects"], "with threshold 0 even a detector without training finds something"
     assert {"category_id", "name", "bbox", "score", "segmentation"} == set(listed[0]["objects"][0])
+    inside = module.detect(Detect(str(tmp_path / "run"), predict=(tmp_path / "photos" / "0.png",), device="cpu"))
+    assert inside == [tmp_path / "run" / "predictions" / "0.png"]
     (tmp_path / "empty").mkdir()
     for wrong, message in (
         (tmp_path / "photos" / "notes.txt", r"notes\.txt: .*give image files"),

@@ -119,13 +119,15 @@ def _train_and_evaluate(
 
 
 def _evaluate_trained(settings: Detect, data: Path, device: torch.device) -> Result:
-    file, val, out = load_detector(Path(settings.weights)), open_split(data, settings.val), settings.out
+    file, val = load_detector(Path(settings.weights)), open_split(data, settings.val)
+    out = protocol.results_folder(settings.weights, settings.out)
+    folder = settings.out or (out and out / "evaluated")  # apart from the detections of the training
     val.with_objects()
     _check_classes(val, file.categories, settings.weights)
     detections = evaluate(file.detector().to(device), file, val, device, settings.workers)
-    record = vars(file.shape) | {"val": val.name, "trained": False}
+    record = vars(file.shape) | {"val": val.name, "eval_only": True}
     origin = f"detector {Path(settings.weights).name}", file.digest(), record
-    return _result(settings, val, detections, origin, {"detector": settings.weights}, out, out)
+    return _result(settings, val, detections, origin, {"detector": settings.weights}, folder, out)
 
 
 def evaluate(detector: Detector, file: DetectorFile, val: CocoImages, device: torch.device, workers: int) -> Scored:
@@ -252,8 +254,12 @@ def detect_one(detector: Detector, file: DetectorFile, device: torch.device, vie
 
 
 def predict(settings: Detect) -> list[Path]:
-    """Draws detections on images: for each image a PNG file in `out`, and predictions.json with all detections."""
-    file, out = load_detector(Path(settings.weights)), settings.out or Path("predictions")
+    """Draws detections on images: for each image a PNG file, and predictions.json with all detections.
+
+    They are written to `out`, or else to predictions/ in the run's folder or, for a file, in the current one.
+    """
+    file = load_detector(Path(settings.weights))
+    out = settings.out or (protocol.results_folder(settings.weights, None) or Path()) / "predictions"
     device = resolve_device(settings.device)
     detector = file.detector().to(device)
     listed, written, paths = [], list[Path](), list[Path]()
