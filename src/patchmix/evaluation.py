@@ -81,6 +81,10 @@ def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
     if len({pixel_channels(count) for count in channels}) > 1:
         raise ValueError(f"the encoders take {' and '.join(map(str, sorted(channels)))} channels; evaluate them apart")
     sets = {name: open_set(name, settings, min(channels)) for name in settings.data}
+    for name, data in sets.items():
+        if not data.keys() & set(settings.protocols or TITLES):
+            wanted, fitting = ", ".join(settings.protocols), ", ".join(data)
+            raise ValueError(f"--protocols {wanted} does not apply to {name}; choose from {fitting}, or leave it out")
     scores: list[Score] = []
     with run_lock(settings.out):
         for name, data in sets.items():
@@ -237,7 +241,7 @@ def write_files(scores: Sequence[Score], settings: Evaluate) -> list[Path]:
         row = score.data, entry.name, entry.step, result.protocol, *numbers, result.images, result.weights
         writer.writerow(row)
     write_text(paths[1], out.getvalue())
-    if not settings.all_steps:
+    if not settings.all_steps or not scores:
         return paths[:2]
     with replacing(paths[2]) as temporary:
         curves(scores, settings).savefig(temporary, format="png", bbox_inches="tight")
@@ -254,6 +258,8 @@ def curves(scores: Sequence[Score], settings: Evaluate) -> Figure:
     for axis, ((data, protocol), some) in zip(axes, panels.items(), strict=True):
         for i, run in enumerate(dict.fromkeys(settings.runs)):
             own = [s for s in some if run in s.entry.runs and s.entry.step is not None]
+            if not own:  # its tokens were too many, or its step is not known
+                continue
             points = sorted((s.entry.step, *s.percent) for s in own)
             steps, values, lows, highs = zip(*points, strict=True)
             axis.plot(steps, values, "o-", color=look(i)[0], markersize=3, label=run)

@@ -177,6 +177,20 @@ def test_all_steps_make_a_curve(own_run: Path, class_folder: Path, tmp_path: Pat
     ]
 
 
+def test_curves_leave_out_what_was_skipped(
+    own_run: Path, pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "MOST_BYTES", 0)
+    options: dict[str, Any] = {"all_steps": True, "protocols": ("segment",)}
+    assert run([own_run], [pets], tmp_path / "out", **options) == {}
+    assert not (tmp_path / "out/evaluation.png").exists()
+    monkeypatch.undo()
+    scores = run([own_run], [pets], tmp_path / "out", **options | {"baselines": False})
+    given = {"runs": (str(own_run), "another"), "data": (str(pets),)}
+    figure = evaluation.curves(list(scores.values()), validate(Evaluate, given))
+    assert [line.get_label() for line in figure.axes[0].lines] == [str(own_run)]
+
+
 def test_sets_with_labels_or_masks_only_stand_in_one_table(
     own_run: Path, pets: Path, class_folder: Path, backbone: Backbone, tmp_path: Path
 ) -> None:
@@ -215,6 +229,7 @@ def test_sets_with_labels_or_masks_only_stand_in_one_table(
         (["tiny", "--data", "nothing"], "nothing"),
         (["encoder.safetensors", "--data", "folder", "--all-steps"], "has no checkpoints for --all-steps"),
         (["tiny", "--data", "pets", "--ignore-index", "4", "7", "255"], "have the classes [9], without the ignored"),
+        (["tiny", "--data", "folder", "--protocols", "segment"], "segment does not apply to folder; choose from knn"),
         (["tiny", "--data", "bad"], "is 32 × 47 px, the image 32 × 48; give masks of their images' size"),
         (["tiny", "--data", "empty"], "masks/train has no masks; put a PNG of class indices there"),
     ],
