@@ -121,6 +121,13 @@ def test_hours_energy_and_data_follow_from_the_flops() -> None:
     )
 
 
+def test_a_budget_gives_the_epochs() -> None:
+    whole = estimate(plan_of())
+    found = estimate(plan_of(budget=f"{30 * whole['hours']}min"))
+    assert found["hours"] == pytest.approx(whole["hours"] / 2)
+    assert found["epochs"] == pytest.approx(whole["epochs"] / 2)
+
+
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     config = plan_of().run
     how: dict[str, Any] = {"low": True, "recompute": False, "several": True}
@@ -151,7 +158,9 @@ def test_without_data_a_recipe_plans_for_the_papers_images(capsys: pytest.Captur
 def test_mistakes_are_named() -> None:
     for settings, text in (
         ({"gpus": "8xA100"}, "A100-"),
+        ({"gpus": "0xA100-80GB"}, "--gpus 0xA100-80GB are none; give at least one, such as 1xA100-80GB"),
         ({"gpus": None}, "which hardware"),
+        ({"model": "same"}, "recipe adapt takes its model from the weights; add --model"),
         ({"gpus": "3xL4-24GB"}, "batch size 1024"),
         ({"data": "photos"}, "--images"),
     ):

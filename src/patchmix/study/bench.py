@@ -29,6 +29,7 @@ from patchmix.methods.method import Method
 from patchmix.progress import progress_bar
 from patchmix.settings import Bench
 from patchmix.study.flops import config_flops, shape_of
+from patchmix.study.plan import check_model
 from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.loop import Plan, train_step, wrap
 from patchmix.train.optimizer import build_optimizer
@@ -56,6 +57,7 @@ class Spread:
 
 def bench(settings: Bench[Any]) -> dict[str, Any]:
     """Prints how fast the run's configuration trains here."""
+    check_model(settings.run)
     speed, title = measure_speed(settings.run, settings.steps), f"{settings.run.method.name}, {settings.run.model.name}"
     table = Table(title=title, box=None, padding=(0, 2, 0, 0), show_header=False)
     how = f"(batch {speed['batch_size']}, {speed['device']})"

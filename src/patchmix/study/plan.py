@@ -98,7 +98,9 @@ def plan(settings: Plan[Any], console: Console | None = None) -> dict[str, Any]:
 
 def estimate(settings: Plan[Any]) -> dict[str, Any]:
     """All that `patchmix plan` says."""
-    config, (devices, device) = settings.run, hardware_of(settings)
+    config = settings.run
+    check_model(config)
+    devices, device = hardware_of(settings)
     generated = re.fullmatch(r"shapes:(\d+)", config.data.path)
     images = settings.images or (int(generated[1]) if generated else IMAGES.get(config.data.path))
     if images is None:
@@ -111,12 +113,15 @@ def estimate(settings: Plan[Any]) -> dict[str, Any]:
     if per_image is None:
         raise ValueError(f"no closed form is known for {config.method.name} with {config.model.name}")
     batch, n = config.train.batch_size, config.train.batch_size // devices // config.train.accumulate
-    total = per_image * images * config.train.epochs
     # By default 20 % of the peak: DeiT-B's 300 epochs took 53 h on 8 V100s (Touvron et al. 2021), where 4.05e19 FLOPs
     # of 1.9e20 at 125 TFLOP/s are 21 %.
     flops_per_second = devices * device.tflops * 1e12 * settings.utilization
+    epochs, minutes = config.train.epochs, config.budget_minutes
+    if minutes is not None:  # as many epochs as fit
+        epochs = 60 * minutes * flops_per_second / (per_image * images)
+    total = per_image * images * epochs
     hours = total / flops_per_second / 3600
-    rate = images * config.train.epochs / hours / 3600
+    rate = images * epochs / hours / 3600
     size = settings.image_kb * 1000 if settings.image_kb else IMAGE_BYTES.get(config.data.path, 108_000)
     crops, side = config.views.local_crops, shape_of(config.model).image_size
     pixels = 2 * side**2 + crops * config.views.local_size**2
@@ -140,7 +145,7 @@ def estimate(settings: Plan[Any]) -> dict[str, Any]:
         "source": device.source,
         "devices": devices,
         "images": images,
-        "epochs": config.train.epochs,
+        "epochs": epochs,
         "batch_size": batch,
         "flops_per_image": per_image,
         "flops": total,
@@ -162,11 +167,19 @@ def estimate(settings: Plan[Any]) -> dict[str, Any]:
     }
 
 
+def check_model(config: Config) -> None:
+    """A ValueError where the model is that of weights, as in recipe adapt: here are none."""
+    if config.model.name == "same":
+        raise ValueError("recipe adapt takes its model from the weights; add --model, such as vit_small_patch16_224")
+
+
 def hardware_of(settings: Plan[Any]) -> tuple[int, Hardware]:
     """The number of devices and what they are: `8xA100-80GB`, this machine as it was measured, or given numbers."""
     count, name = 1, settings.gpus
     if name and (found := re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", name)):
         count, name = int(found[1]), found[2]
+    if count < 1:
+        raise ValueError(f"--gpus {settings.gpus} are none; give at least one, such as 1x{name}")
     if name:
         check_known(name, HARDWARE, "GPU")
         device = HARDWARE[name]
