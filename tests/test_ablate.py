@@ -99,6 +99,7 @@ def test_terms_keep_the_recipes_weights() -> None:
     assert {c.method.options.region_weight for c in fast.values()} == {0.0}
     with pytest.raises(ValueError, match="row mtm has a term of weight 0; give all three, such as --weights 1 1 1"):
         configs("terms", recipe="fast")
+    assert [*configs("terms", recipe="fast", rows=("oto", "mto"))] == ["oto", "mto"]  # which have weights
     with pytest.raises(ValueError, match="method simclr has no terms"):
         configs("terms", method="simclr")
 

@@ -83,7 +83,7 @@ def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
 
 
 def row_configs(settings: Ablate, rows: Sequence[AblationRow]) -> dict[str, Config]:
-    """What `patchmix pretrain` would be configured with for each row, by the row's name."""
+    """What `patchmix pretrain` would be configured with for each chosen row, by the row's name."""
     run, epochs = settings.run, settings.run.train.epochs
     begin = partial(start, settings.recipe, config=settings.config, model=run.model.name)
     changed = changes(begin(method=run.method.name, epochs=epochs), run)  # what the user set
@@ -96,7 +96,7 @@ def row_configs(settings: Ablate, rows: Sequence[AblationRow]) -> dict[str, Conf
     if minutes is not None and epochs != begin().train.epochs:
         raise ValueError("--epochs gives every row the same data, --budget the same time; give one of them")
     configs = {}
-    for row in rows:
+    for row in choose_rows(rows, settings.rows):
         method = row.method or run.method.name
         config = begin(method=method, epochs=epochs * row.length if minutes is None else epochs)
         # An option that this row's method does not have is meant for others.
