@@ -102,6 +102,13 @@ def test_gray_encoder(tmp_path: Path) -> None:
     images = torch.rand(2, 3, 16, 16)
     one = normalized(images, gray).mean(dim=1, keepdim=True)
     torch.testing.assert_close(opened(exported.usage, one), gray.embed(images), atol=1e-5, rtol=0)
+    export(gray, tmp_path / "hub", "huggingface")
+    config = json.loads((tmp_path / "hub" / "config.json").read_text())["pretrained_cfg"]
+    (mean,), (std,) = config["mean"], config["std"]
+    same = torch.rand(2, 1, 16, 16)  # a gray image
+    with torch.no_grad():
+        features = gray.encoder()((same - mean) / std)
+    torch.testing.assert_close(features, gray.embed(same.expand(-1, 3, -1, -1)), atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="torchvision's ViT takes 3 channels, this encoder 1"):
         export(gray, tmp_path / "b.safetensors", "torchvision")
 

@@ -8,6 +8,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import timm
@@ -37,7 +38,7 @@ def export(backbone: Backbone, out: Path, format: str, *, overwrite: bool = Fals
     timm: a safetensors state dict that loads strictly into `timm.create_model(…, num_classes=0, …)`.
     torchvision: the same with torchvision's names; strict once `model.heads` is an Identity.
     huggingface: a folder with config.json and model.safetensors, for `timm.create_model("local-dir:…")` or the Hub.
-    onnx: `images` (N, 3, S, S), normalized with the mean and std in the file's metadata → `features` (N, dim), the
+    onnx: `images` (N, C, S, S), normalized with the mean and std in the file's metadata → `features` (N, dim), the
         class token; any N.
     """
     if format not in FORMATS:
@@ -56,6 +57,18 @@ def timm_arguments(architecture: Architecture) -> tuple[str, dict[str, int]]:
     if architecture.in_chans == 3:
         del arguments["in_chans"]
     return name, arguments
+
+
+def normalization(backbone: Backbone) -> tuple[str, list[float], list[float]]:
+    """The values that images have before it, and mean and std of each channel that the encoder takes.
+
+    An encoder of one channel takes the mean of three normalized ones: for a gray image that is one mean and std.
+    """
+    in_chans, mean, std = backbone.architecture.in_chans, backbone.mean, backbone.std
+    if in_chans == 1:
+        one = 1 / fmean(1 / s for s in std)
+        return "gray / 255", [one * fmean(m / s for m, s in zip(mean, std, strict=True))], [one]
+    return "RGB / 255" if in_chans == 3 else "values where white is 1", list(mean), list(std)
 
 
 def _timm(backbone: Backbone, out: Path) -> Exported:
@@ -88,7 +101,7 @@ def _huggingface(backbone: Backbone, out: Path) -> Exported:
     if backbone.architecture.stem != "patch":
         raise ValueError("a Hugging Face folder cannot describe a convolutional stem; export to timm or onnx")
     name, arguments = timm_arguments(backbone.architecture)
-    pixels = backbone.architecture.image_size
+    pixels, (_, mean, std) = backbone.architecture.image_size, normalization(backbone)
     content = {
         "architecture": name,
         "num_classes": 0,
@@ -102,8 +115,8 @@ def _huggingface(backbone: Backbone, out: Path) -> Exported:
             "interpolation": "bicubic",
             "crop_pct": pixels / usual_resize(pixels),
             "crop_mode": "center",
-            "mean": list(backbone.mean),
-            "std": list(backbone.std),
+            "mean": mean,
+            "std": std,
             "num_classes": 0,
             "first_conv": "patch_embed.proj",
             "classifier": "head",
@@ -145,13 +158,13 @@ def _onnx(backbone: Backbone, out: Path) -> Exported:
     with replacing(out) as temporary, progress_bar("exporting to ONNX", None):
         temporary.write_bytes(_onnx_graph(backbone))
     pixels, in_chans = backbone.architecture.image_size, backbone.architecture.in_chans
-    values = "rgb / 255" if in_chans in (1, 3) else "values where white is 1"
+    values, mean, std = normalization(backbone)
     usage = f"""\
 import onnxruntime
 
 session = onnxruntime.InferenceSession({str(out)!r})
 # images: float32 (N, {in_chans}, {pixels}, {pixels}), normalized: \
-({values} - {list(backbone.mean)}) / {list(backbone.std)}
+({values} - {mean}) / {std}
 features = session.run(["features"], {{"images": images}})[0]"""
     return Exported([out], usage)
 
@@ -177,9 +190,10 @@ def _onnx_graph(backbone: Backbone) -> bytes:
     model = program.model_proto
     for part in (model.graph, *model.graph.node, *model.graph.input, *model.graph.output, *model.graph.value_info):
         part.ClearField("metadata_props")  # the exporter's notes: stack traces with this machine's paths
-    described = {"mean": backbone.mean, "std": backbone.std, "architecture": vars(shape)}
+    values, mean, std = normalization(backbone)
+    described = {"mean": mean, "std": std, "architecture": vars(shape)}
     entries = {key: json.dumps(value) for key, value in described.items()}
-    onnx.helper.set_model_props(model, entries | {"input": "RGB / 255, minus mean, over std"})
+    onnx.helper.set_model_props(model, entries | {"input": f"{values}, minus mean, over std"})
     onnx.checker.check_model(model)
     graph: bytes = model.SerializeToString()
     _check_against_torch(graph, encoder, images)

@@ -12,7 +12,7 @@ from patchmix.data.views import usual_resize
 from patchmix.evaluate.results import read_results
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
-from patchmix.interop.exporting import Exported, export
+from patchmix.interop.exporting import Exported, export, normalization
 from patchmix.interop.loading import load_backbone
 from patchmix.report.ablation_table import markdown_table
 from patchmix.report.curves import read_history
@@ -87,6 +87,7 @@ def model_card(backbone: Backbone, weights: str, repo: str, license: str | None 
     if seconds is not None:
         rows["training time"] = f"{seconds / 3600:.2g} hours"
     rows |= {"license of the weights": license or "not stated", "SHA-256 of the weights": backbone.digest()[:16]}
+    values, mean, std = normalization(backbone)
     template = files("patchmix.report") / "templates" / "card.md"
     return template.read_text(encoding="utf-8").format(
         license=f"license: {license}\n" if license else "",
@@ -98,8 +99,9 @@ def model_card(backbone: Backbone, weights: str, repo: str, license: str | None 
         results=_evaluations(Path(weights), backbone.digest()),
         size=shape.image_size,
         resize=usual_resize(shape.image_size),
-        mean=tuple(round(value, 3) for value in backbone.mean),
-        std=tuple(round(value, 3) for value in backbone.std),
+        values=values,
+        mean=[round(value, 3) for value in mean],
+        std=[round(value, 3) for value in std],
     )
 
 
