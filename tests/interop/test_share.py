@@ -27,7 +27,7 @@ def test_the_card_has_cost_and_results(own_run: Path, tmp_path: Path, capsys: py
     header, _, text = card.removeprefix("---\n").partition("---\n")
     assert "license: cc0-1.0\n" in header and "library_name: timm" in header
     for result, name in zip(read_results(own_run), ("kNN", "kNN (k 5)"), strict=True):
-        assert f"| {name} | shapes:80 | {result.images} | {result.headline} | {result.headline_interval} |" in text
+        assert f"| {name} | shapes:80 | {result.images:,} | {result.headline} | {result.headline_interval} |" in text
     for fact in ("| trained on | shapes (train) |", "| training images | 64 |", "| optimizer steps | 4 |"):
         assert fact in text
     flops = float(re.findall(r"\| training FLOPs \| (\S+) \|", text)[0])
