@@ -44,7 +44,7 @@ TINY = [
         (["cifar1O", "--out", "OUT"], "cifar10"),
         (["--data", "shapes", "--out", "OUT"], "DATA is missing; it has no flag: patchmix pretrain DATA"),
         (["shapes", "--out", "OUT", "--std", "0", "0", "0"], "std is 0.0; it must be greater than 0"),
-        (["shapes:64", "--out", "OUT", "--batch-size", "1"], "batch size 1 leaves one image per pass"),
+        (["shapes:64", "--out", "OUT", "--batch-size", "1"], "one image per pass is too few for batch norms"),
         (["shapes", "--out", "OUT", "--recipe", "papre"], "did you mean 'paper'"),
         (["shapes", "--out", "OUT", "--model", "vit_smal_patch16_224"], "did you mean vit_small_patch16_224"),
         (["shapes", "--out", "OUT", "--lr", "1"], "unknown option '--lr'; did you mean '--base-lr'"),

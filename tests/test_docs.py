@@ -112,6 +112,9 @@ def smaller(words: list[str]) -> list[str]:
         options = {}  # a trained detector, as it is
     if "--budget" in small:
         options = {"--budget": "1s"} | {option: value for option, value in options.items() if option != "--epochs"}
+    at = small.index("--image-sizes") + 1 if "--image-sizes" in small else len(small)
+    while at < len(small) and small[at].isdigit():
+        small[at], at = str(min(32, int(small[at]))), at + 1
     if "distill" in small:
         options = {option: value for option, value in options.items() if not option.startswith("--head-")}
     if small[0] == "ablate" and "--rows" not in small:

@@ -208,7 +208,7 @@ def test_one_process_listens_nowhere(tmp_path: Path) -> None:
     small = ["--batch-size", "2", "--image-size", "64", "--channels", "16", "--head-dim", "16"]
     small += ["--smallest-anchor", "8", "--rois-per-image", "16"]
     verbs = [
-        ["pretrain", "shapes:512", "--out", run, *TINY, "--depth", "4", "--workers", "1"],
+        ["pretrain", "shapes:512", "--out", run, *TINY, "--epochs", "1", "--depth", "4", "--workers", "1"],
         ["knn", run, "--data", "shapes:64"],
         ["linear", run, "--data", "shapes:64", "--protocol", "fast", "--epochs", "5"],
         ["linear", run, "--data", "shapes:64", "--epochs", "1"],
@@ -233,7 +233,18 @@ def test_one_process_listens_nowhere(tmp_path: Path) -> None:
 @reads_proc
 @pytest.mark.slow
 def test_several_processes_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "patchmix", "pretrain", "shapes:512", "--out", str(tmp_path / "run"), *TINY]
+    command = [
+        sys.executable,
+        "-m",
+        "patchmix",
+        "pretrain",
+        "shapes:512",
+        "--out",
+        str(tmp_path / "run"),
+        *TINY,
+        "--epochs",
+        "1",
+    ]
     process = subprocess.Popen(
         [*command, "--workers", "0", "--devices", "2"],
         stdout=subprocess.DEVNULL,

@@ -175,6 +175,8 @@ def build_source(config: Config) -> Source:
 
 
 def build_loader(config: Config, source: Source, image_size: int, *, pin_memory: bool = False) -> Loader:
+    if config.train.batch_size == config.train.accumulate:
+        raise ValueError("one image per pass is too few for batch norms; use a larger --batch-size")
     views = build_views(config.views, image_size)
     create = Views if config.runtime.views == "cpu" else Crops
     return Loader(

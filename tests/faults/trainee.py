@@ -20,7 +20,7 @@ from patchmix.train.log import read_metrics
 
 STEPS = 16  # 512 images in batches of 32
 TINY = [
-    *("--recipe", "demo", "--model", "vit_tiny_patch8_32", "--epochs", "1", "--batch-size", "32"),
+    *("--recipe", "demo", "--model", "vit_tiny_patch8_32", "--batch-size", "32"),
     *("--dim", "24", "--depth", "2", "--drop-path", "0.2"),
     *("--head-hidden", "32", "--head-out", "16"),
     *("--monitor-bank", "64", "--monitor-queries", "32"),
@@ -41,7 +41,8 @@ class Trainee:
     ) -> None:
         self.out = out
         self._log = Path(_logs.name) / f"{out.name}-{time.monotonic_ns()}.txt"
-        arguments = ["pretrain", data, "--out", str(out), *TINY, *more]
+        length = [] if "--budget" in more else ["--epochs", "1"]
+        arguments = ["pretrain", data, "--out", str(out), *TINY, *length, *more]
         if "--workers" not in more:
             arguments += ["--workers", "0"]
         self.process = FORKSERVER.Process(target=_train, args=(arguments, str(self._log), inject))

@@ -125,8 +125,8 @@ def test_checkpoints_keep_the_newest_and_last_points_to_it(tmp_path: Path) -> No
 
 def test_a_run_that_goes_back_replaces_its_later_checkpoints(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
-        Checkpoints(tmp_path, keep=8).save({"step": step}, step)
-    written = Checkpoints(tmp_path, keep=2).save({"step": 5}, 5)
+        Checkpoints(tmp_path, keep=8).save({"step": step, "method": {}}, step)
+    written = Checkpoints(tmp_path, keep=2).save({"step": 5, "method": {}}, 5)
     assert sorted(p.name for p in tmp_path.glob("step-*.pt")) == ["step-000000004.pt", "step-000000005.pt"]
     assert Checkpoints(tmp_path).last == written and load_checkpoint(tmp_path / "last")["step"] == 5
 

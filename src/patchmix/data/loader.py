@@ -91,11 +91,6 @@ class Loader:
                 f"batch size {batch_size} must be a multiple of {parts} ({world_size} processes x {accumulate} "
                 f"accumulation steps); use --batch-size {max(1, round(batch_size / parts)) * parts}"
             )
-        if batch_size == parts:
-            raise ValueError(
-                f"batch size {batch_size} leaves one image per pass, too few for batch norms; "
-                f"use --batch-size {2 * parts} or more"
-            )
         if len(source) < batch_size:
             raise ValueError(
                 f"{source.name} has {len(source)} images, fewer than the batch size {batch_size}; "

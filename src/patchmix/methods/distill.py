@@ -59,8 +59,8 @@ class Distill(Method):
         self.teacher = (teacher,)  # in a tuple: not trained, and not in checkpoints
 
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """views: x1, x2 (N, C, H, W)."""
-        images = torch.cat(list(views))
+        """views: x1, x2 (N, C, H, W); further ones are left out."""
+        images = torch.cat(list(views[:2]))
         grid = images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
         token, patches = all_tokens(self.encoder, images)
         token_t, patches_t = self.teacher[0].to(images.device)(images, grid)
