@@ -110,6 +110,8 @@ def smaller(words: list[str]) -> list[str]:
     options = dict(SMALLER.get(small[0], {}))
     if {"--eval-only", "--predict"} & set(small):
         options = {}  # a trained detector, as it is
+    if "fast" in small and small[0] == "segment":
+        del options["--batch-size"]
     if "--budget" in small:
         options = {"--budget": "1s"} | {option: value for option, value in options.items() if option != "--epochs"}
     at = small.index("--image-sizes") + 1 if "--image-sizes" in small else len(small)

@@ -79,7 +79,9 @@ def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
     entries = uniquely_named(list(find_entries(settings)))
     channels = {entry.backbone.architecture.in_chans for entry in entries}
     if len({pixel_channels(count) for count in channels}) > 1:
-        raise ValueError(f"the encoders take {' and '.join(map(str, sorted(channels)))} channels; evaluate them apart")
+        raise ValueError(
+            f"the encoders take {' and '.join(map(str, sorted(channels)))} channels; evaluate them separately"
+        )
     sets = {name: open_set(name, settings, min(channels)) for name in settings.data}
     for name, data in sets.items():
         if not data.keys() & set(settings.protocols or TITLES):
@@ -122,7 +124,7 @@ def find_entries(settings: Evaluate) -> Iterator[Entry]:
 
 
 def untrained(source: str, backbone: Backbone) -> Backbone:
-    """The network that a run started from; for other weights, one of their architecture."""
+    """A random network of the run's configuration; for other weights, one of their architecture."""
     config = stored_config(Path(source))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed if config else 0)

@@ -74,7 +74,8 @@ def scenes(tmp_path: Path) -> Path:
 
 
 def evaluate(backbone: Backbone, data: Path, **options: Any) -> Result:
-    usual = {"epochs": 20, "batch_size": 6, "workers": 0, "device": "cpu", "pictures": 0}
+    usual = {"epochs": 20, "workers": 0, "device": "cpu", "pictures": 0}
+    usual |= {} if options.get("protocol") == "fast" else {"batch_size": 6}
     return segment(Segment("", data, **(usual | options)), backbone)
 
 
@@ -264,6 +265,8 @@ def test_camvid_has_two_splits_to_test_on(tmp_path: Path) -> None:
 
 def test_pets_as_it_is_published_and_undivided_folders(tmp_path: Path) -> None:
     write_scenes(tmp_path / "images", tmp_path / "annotations" / "trimaps", 10)
+    with pytest.raises(ValueError, match="no folders for splits, so no split 'val'; leave out --test"):
+        open_masks(tmp_path, ignored=(255,), test="val")
     undivided = open_masks(tmp_path, ignored=(255,))
     assert undivided.test is not None and (len(undivided.train), len(undivided.test)) == (8, 2)
     assert undivided.tested_on == "a fifth held out"
@@ -354,7 +357,7 @@ def no_masks(root: Path) -> None:
     ("change", "options", "message"),
     [
         (smaller_mask, [], "3.png is 32 × 47 px, the image 32 × 48; give masks of their images' size"),
-        (colored_mask, [], "masks/test/101.png is not a mask (it has RGB colors)"),
+        (colored_mask, [], "masks/test/101.png is not a mask (its mode is RGB)"),
         (index_of_the_test_only, [], "101.png has index 77, but there are 3 classes, 4 … 9; set --class-names"),
         (lambda root: None, ["--class-names", "two.txt"], "has index 9, but there are 2 classes, 0 … 1"),
         (lambda root: (root / "masks/train/5.png").unlink(), [], "images/train/5 has no mask; expected"),
@@ -447,3 +450,5 @@ def test_the_fast_protocol_on_scenes(scenes: Path, backbone: Backbone) -> None:
     assert evaluate(backbone, scenes, protocol="fast", epochs=0.4).settings["epochs"] == 1.0  # as many as were trained
     with pytest.raises(ValueError, match="the fast protocol learns from stored tokens of the last block; leave out"):
         evaluate(backbone, scenes, protocol="fast", blocks=(0, -1))
+    with pytest.raises(ValueError, match=r"leave out --batch-size, --weight-decay$"):
+        evaluate(backbone, scenes, protocol="fast", batch_size=3, weight_decay=9.0)

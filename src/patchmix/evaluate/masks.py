@@ -121,6 +121,8 @@ def _open_folders(data: Path, test: str | None, channels: int) -> tuple[Masked, 
             continue
         train = _paired(*found[0], channels=channels)
         if "{}" not in layout[0]:
+            if test:
+                raise ValueError(f"{data} has no folders for splits, so no split {test!r}; leave out --test")
             if not (file := data / "annotations/test.txt").is_file():
                 return train, None
             return _listed(train, file.with_name("trainval.txt")), _listed(train, file)
@@ -163,7 +165,7 @@ def _read_mask(drawn: FolderSource, numbers: Indices, index: int) -> Mask:
     try:
         with Image.open(io.BytesIO(drawn.encoded(number))) as image:
             if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
-                raise ValueError(f"it has {image.mode} colors")
+                raise ValueError(f"its mode is {image.mode}")
             return np.asarray(image).astype(np.int32)
     except (OSError, ValueError, SyntaxError) as error:  # Pillow's and ours
         path = f"{drawn.name}/{drawn.key(number)}"

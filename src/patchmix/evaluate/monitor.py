@@ -206,7 +206,7 @@ def guard_verdict(state: Mapping[str, Any]) -> str | None:
 
 
 def score(point: dict[str, Any], start: dict[str, Any]) -> tuple[float, ...]:
-    """What of two points is better has more of this."""
+    """The better of two points has the larger score."""
     if "knn_train" in start:
         return (point["knn_train"],)
     kept = point["neighbors_kept"]

@@ -50,7 +50,7 @@ class Result:
     weights: str  # digest
     settings: dict[str, Any] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
-    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # 95 %, of metrics that are no shares
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # 95 %, of metrics that are not proportions
     changed: dict[str, Any] | None = None  # options that are not the defaults; None: not recorded, by an older version
     date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 

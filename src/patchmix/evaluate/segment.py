@@ -25,7 +25,7 @@ from patchmix.evaluate import sweep
 from patchmix.evaluate.detection.detect import color, write_picture
 from patchmix.evaluate.labeled import Subset
 from patchmix.evaluate.masks import IGNORED, Mask, Masked, in_threads
-from patchmix.evaluate.protocol import SupervisedMethod, Task, map_images, open_task, recorded
+from patchmix.evaluate.protocol import SupervisedMethod, Task, changed, map_images, open_task, recorded
 from patchmix.evaluate.results import Result
 from patchmix.interop.backbone import Backbone
 from patchmix.nn.heads import BatchNorm
@@ -47,15 +47,14 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
     """Trains a linear layer on the patch tokens of some blocks, and tests it on whole images of any size.
 
     Tokens are normalized by the encoder's last norm and a batch norm, as in DINOv2's evaluation; logits are enlarged
-    to the mask's own size. Metrics: "miou", over the classes that occur, and "pixel_accuracy"; `details["classes"]`
-    has the IoU of each class. `backbone` takes the place of `settings.weights`.
+    to the mask's own size. Metrics: "miou", over the classes that occur or are predicted, and "pixel_accuracy";
+    `details["classes"]` has the IoU of each class. `backbone` takes the place of `settings.weights`.
     """
     fast = settings.protocol == "fast"
-    if fast and (settings.finetune or settings.image_size or settings.lr or settings.blocks != (-1,)):
-        raise ValueError(
-            "the fast protocol learns from stored tokens of the last block; leave out --finetune, --blocks, "
-            "--image-size and --lr"
-        )
+    of_training = {"finetune", "blocks", "image_size", "batch_size", "lr", "weight_decay", "layer_decay"}
+    if fast and (unused := of_training & changed(settings).keys()):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
+        raise ValueError(f"the fast protocol learns from stored tokens of the last block; leave out {flags}")
     with open_task(settings, backbone) as task:
         data = task.data
         if fast:

@@ -120,7 +120,9 @@ def find_image(image: str | int, source: Source, what: str = "image") -> int:
         wanted = f"/{Path(image).as_posix()}"
         found = next((i for i in range(len(source)) if wanted.endswith(f"/{source.key(i)}")), None)
     if found is None:
-        raise ValueError(f"{what} {image} is not among the {len(source)} images read of {source.name}; give another")
+        raise ValueError(
+            f"{what} {image} is not among the {len(source)} images of {source.name} that were read; give another"
+        )
     return found
 
 

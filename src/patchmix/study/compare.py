@@ -48,7 +48,7 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
             raise ValueError(f"{folder} is neither a run (no config.yaml) nor has it results ({FILE}); check the path")
         rows += rows_of(str(folder), config, results)
         if config is not None:
-            length = config.train.budget or f"{config.train.epochs:g} epochs"
+            length = config.train.budget or f"{config.train.epochs:g} epoch{'s' * (config.train.epochs != 1)}"
             trainings.append(f"{folder}: {config.model.name}, recipe {config.recipe}, {length} on {config.data.path}")
     order = [*PROTOCOL_NAMES]
 
@@ -58,7 +58,7 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
         return row.result is None, row.cells()[2] or "", known, row.result is not None and bool(row.result.changed)
 
     rows.sort(key=place)
-    table = Table(caption="top-1 or mIoU in %, box / mask AP in % of detectors", box=None, padding=(0, 2, 0, 0))
+    table = Table(caption="in %: top-1 or mIoU; for detectors, box / mask AP", box=None, padding=(0, 2, 0, 0))
     for name in HEAD[:7]:
         table.add_column(name, overflow="fold")
     names = {str(path): path.name for path in map(Path, settings.runs)}
