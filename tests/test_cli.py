@@ -15,7 +15,7 @@ import pytest
 import patchmix
 from patchmix.cli import from_keywords, main, parse
 from patchmix.config import Config, to_yaml
-from patchmix.settings import Adapt, Bench, Pretrain
+from patchmix.settings import Adapt, Bench, Knn, Pretrain
 
 
 def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
@@ -350,6 +350,8 @@ def test_python_calls_take_what_the_command_line_takes(tmp_path: Path) -> None:
     assert (adapted.weights, adapted.run.method.options.weights) == ("timm:vit", (1, 0.5, 0.5))
     with pytest.raises(TypeError, match="out is given twice"):
         from_keywords(Pretrain, "shapes", "a", out="b")
+    with pytest.raises(TypeError, match="weights is given twice"):
+        from_keywords(Knn, "a", "shapes", weights="b")
     with pytest.raises(ValueError, match="devices starts processes of the command line"):
         from_keywords(Pretrain, "shapes", "a", devices=2)
 

@@ -252,7 +252,8 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
     if len(args) > len(order):
         raise TypeError(f"{len(args)} positional arguments; allowed are {', '.join(order)}")
     given = dict(zip(order, args, strict=False))
-    options = {name: keywords.pop(name) for name in ("weights",) if name in given and name in keywords}  # of the loss
+    both = cls is s.Adapt and "weights" in given and "weights" in keywords
+    options = {"weights": keywords.pop("weights")} if both else {}  # of the loss
     if twice := given.keys() & keywords.keys():
         raise TypeError(f"{min(twice)} is given twice, by its position and by its name")
     keywords = {name: str(value) if isinstance(value, Path) else value for name, value in (given | keywords).items()}
@@ -261,7 +262,7 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
 
         keywords["data"] = name_of(keywords["data"])
     if not takes_run_settings(cls):
-        return validate(cls, keywords | options)
+        return validate(cls, keywords)
     if keywords.get("devices"):
         raise ValueError("devices starts processes of the command line; in Python use torchrun, or patchmix pretrain")
     own = {name: keywords.pop(name) for name in names if name in keywords}
