@@ -58,6 +58,16 @@ WITHOUT = {  # `fast` with a change
     "small images first, mimetic": "--image-sizes 24 32 --initialization mimetic",
     "mocov3": MOCO,
     "mocov3, small images first": f"{MOCO} --image-sizes 24 32",
+    "token dropout": "--token-dropout 0.5 0",
+    "local crops": "--local-crops 2 --local-size 16 --local-area 0.1 0.4",
+    "symmetric": "--directions symmetric",
+    "directions of the paper": "--directions paper",
+    "M = 1, 2, 3": "--num-mix 1 2 3 --num-mix-stages",
+    "blocks first": "--mix-blocks 2 1",
+    "ramp": "--mixed-ramp 0.3",
+    "half of the mixes": "--mixed-share 0.5",
+    "fixed positions": "--positions fixed-sincos",
+    "mix-to-mix": "--weights 0.5 0.25 0.25 --normalize-mix-to-mix",
 }
 
 
