@@ -98,6 +98,24 @@ def test_all_pools_come_from_one_pass(backbone: Backbone) -> None:
     torch.testing.assert_close(found["pixels"].vectors, halves.flatten(1))
 
 
+@pytest.mark.parametrize(
+    "name", ["vit_small_patch16_dinov3", "vit_base_patch16_siglip_224", "vit_base_patch16_gap_224"]
+)
+def test_features_do_not_depend_on_what_else_the_pass_gives(name: str) -> None:
+    """Models that pool otherwise than by a class token, or have none."""
+    encoder = create_encoder(name, image_size=32, patch_size=8, dim=32, depth=2, heads=2).eval()
+    images = torch.randn(3, 3, 32, 32)
+    with torch.inference_mode():
+        together = features.pooled_all(encoder, images, ["token", "mean", "patches"])
+        torch.testing.assert_close(together["token"], encoder(images))
+        for pool, vectors in together.items():
+            torch.testing.assert_close(vectors, features.pooled_all(encoder, images, [pool])[pool])
+        assert together["patches"].shape == (3, 16, 32)
+        if encoder.cls_token is None:
+            with pytest.raises(ValueError, match="no class token in its blocks; use --pool mean"):
+                features.pooled_all(encoder, images, ["token", "token-1"])
+
+
 def test_an_encoder_of_one_channel_sees_the_mean_of_three() -> None:
     found = FeatureExtractor(make_backbone(in_chans=1), device=CPU).features(shapes_source("train", 3))
     assert found.vectors.shape == (3, 24)

@@ -44,7 +44,7 @@ LAYERS: dict[str, str] = {
 }
 KEPT_BYTES = 10 * 2**30  # of all features on disk together; beyond that, those unused for longest go
 MOST_BYTES = 8 * 2**30  # of patch tokens that may be held in memory
-_VERSION = 1  # part of every key: raise it when the same arguments give other features
+_VERSION = 2  # part of every key: raise it when the same arguments give other features
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,7 @@ def pooled_all(encoder: nn.Module, images: Tensor, pools: Sequence[str]) -> dict
     """(N, 3, H, W) → for each pool (N, D), or (N, T, D) for "patches", in one pass of the encoder.
 
     "token-3" and "mean-3" are those after block 3 (1 is the first) and the encoder's last norm; "pixels" need no pass.
+    "token" is what the encoder returns: some of timm's models pool otherwise.
     """
     found = {"pixels": F.interpolate(images, PIXELS, mode="area").flatten(1)} if "pixels" in pools else {}
     if len(rest := [pool for pool in pools if pool != "pixels"]) == 1 and rest[0] in ("token", "mean"):
@@ -203,16 +204,20 @@ def pooled_all(encoder: nn.Module, images: Tensor, pools: Sequence[str]) -> dict
         return found
     vit: Any = encoder
     images = as_channels(images, int(vit.patch_embed.proj.in_channels))
-    if any(pool.startswith("token") for pool in rest) and vit.cls_token is None:
+    if any(pool.startswith("token-") for pool in rest) and vit.cls_token is None:
         raise ValueError("the encoder has no class token in its blocks; use --pool mean")
     blocks = {pool: int(pool.partition("-")[2] or len(vit.blocks)) for pool in rest}
     wanted = sorted(set(blocks.values()))
-    how = {"return_prefix_tokens": True, "norm": True, "output_fmt": "NLC", "intermediates_only": True}
-    outputs = vit.forward_intermediates(images, indices=[block - 1 for block in wanted], **how)
-    after = dict(zip(wanted, outputs, strict=True))  # patch tokens (N, T, D) and prefix tokens
+    how = {"return_prefix_tokens": True, "norm": True, "output_fmt": "NLC"}
+    last, outputs = vit.forward_intermediates(images, indices=[block - 1 for block in wanted], **how)
+    after = dict(zip(wanted, outputs, strict=True))
     for pool, block in blocks.items():
-        patches, prefix = after[block]
-        found[pool] = patches if pool == "patches" else prefix[:, 0] if "token" in pool else patches.mean(dim=1)
+        # Patch tokens (N, T, D) and prefix tokens (N, …, D), where there are some.
+        patches, prefix = after[block] if vit.num_prefix_tokens else (after[block], None)
+        if pool == "token":
+            found[pool] = vit.forward_head(last)
+        else:
+            found[pool] = patches if pool == "patches" else patches.mean(dim=1) if "mean" in pool else prefix[:, 0]
     return found
 
 
