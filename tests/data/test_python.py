@@ -14,9 +14,11 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
+from torchvision.datasets import ImageFolder
 
 import patchmix
 from benchmarks.plain_views import two_views
+from patchmix.data.decode import DecodeError
 from patchmix.data.loader import Loader
 from patchmix.data.python import name_of, pixels_of
 from patchmix.data.sources import has_split, open_source
@@ -164,6 +166,10 @@ def test_pretrain_resume_and_evaluate(tmp_path: Path) -> None:
         (3, "data is a int; it must be a name or path"),
         ({"training": PIXELS}, "data has the splits training; name them train"),
         ((PIXELS, LABELS[:5]), "there are 48 images and 5 labels"),
+        ((PIXELS, LABELS / 2), "labels are of type float64; give an integer for each image"),
+        ((PIXELS, LABELS[:, None]), "labels are of type ndarray; give an integer for each image"),
+        ([(PIXELS[0], "cat"), (PIXELS[1], "dog")], "labels are of type str; give an integer for each image"),
+        ([(PIXELS[0], [{"box": 1}]), (PIXELS[1], [])], "labels are of type list; give an integer for each image"),
         (PIXELS.astype(np.int32), "an image: its values are int32; give uint8, uint16, int16 or floats"),
         (torch.randn(2, 3, 8, 8), r"its floats span .*; give RGB in \[0, 1\]"),
         (PIXELS[0, 0], r"the array has the shape \(24, 3\)"),
@@ -193,3 +199,23 @@ def test_gray_and_transparent_pictures() -> None:
     assert np.array_equal(pixels_of(Image.fromarray(gray)), pixels_of(gray))
     clear = np.zeros((4, 4, 4), np.uint8)
     assert (pixels_of(Image.fromarray(clear)) == 255).all()  # over white
+
+
+def test_photos_are_upright_and_damaged_ones_replaced_as_from_files(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # taken with the camera on its side
+    for i, image in enumerate(PIXELS[:8]):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        Image.fromarray(image).save(tmp_path / "a" / f"{i}.jpg", exif=exif)
+    broken = tmp_path / "a" / "3.jpg"
+    broken.write_bytes(broken.read_bytes()[:-200])
+    source, files = open_source(name_of(ImageFolder(tmp_path)), cache_bytes=0), open_source(tmp_path, cache_bytes=0)
+    assert np.array_equal(source.load(0), files.load(0)) and source.load(0).shape == (24, 20, 3)
+    with pytest.raises(DecodeError, match="#3: image file is truncated"):
+        source.load(3)
+
+
+def test_tensors_of_any_precision_with_gradients() -> None:
+    planes = torch.from_numpy(PIXELS[:4]).permute(0, 3, 1, 2) // 2 * 2
+    found = open_source(name_of((planes / 256).bfloat16().requires_grad_()))
+    assert np.allclose(found.load(2), PIXELS[2] // 2 * 2 / 256, atol=2e-3)

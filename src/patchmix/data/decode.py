@@ -65,7 +65,7 @@ def decode(data: bytes, key: str, reduction: int = 1) -> Pixels:
                 return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels), np.uint8)
         if reduction > 1:
             image.draft(None, (image.width // reduction, image.height // reduction))
-        return np.ascontiguousarray(to_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
+        return np.ascontiguousarray(to_rgb(image), dtype=np.uint8)
 
 
 def pixel_channels(in_chans: int) -> int:
@@ -247,6 +247,8 @@ def _imdecode(data: bytes, flags: int) -> Any:
 
 
 def to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
+    """Any PIL image, upright and over white: uint8 (H, W, 3)."""
+    image = ImageOps.exif_transpose(image)
     if image.mode.startswith(("I", "F")):
         values = np.nan_to_num(np.asarray(image, dtype=np.float64))
         if image.mode == "F":

@@ -8,6 +8,7 @@ array (H, W, C) or (H, W), or a tensor (C, H, W); uint8, uint16 or floats, which
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def _source(data: Any, split: str) -> Source:
     if isinstance(data, np.ndarray | Tensor):
         return _array(data, None, title)
     if isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], np.ndarray | Tensor):
-        return _array(data[0], np.asarray(data[1], np.int64), title)
+        return _array(data[0], _labels(data[1], len(data[0])), title)
     if hasattr(data, "column_names") and hasattr(data, "features"):
         return _hugging_face(data, title)
     if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], str | Path):
@@ -76,11 +77,21 @@ def _array(images: Any, labels: Labels | None, title: str) -> Source:
     found = [pixels_of(image) for image in images]
     same = len({pixels.dtype for pixels in found}) == 1
     pixels = np.stack(found if same else [to_unit(pixels) for pixels in found])
-    if labels is not None and len(labels) != len(pixels):
-        raise ValueError(f"there are {len(pixels)} images and {len(labels)} labels; give one label for each image")
     digest = hashlib.sha256(pixels.data)
     digest.update(repr(pixels.shape).encode() + (b"" if labels is None else labels.tobytes()))
     return from_array(pixels, labels, None, name=title, prefix="array", fingerprint=digest.hexdigest()[:32])
+
+
+def _labels(values: Any, images: int) -> Labels:
+    """An integer for each image: (images,). Raises ValueError for anything else, such as names or measurements."""
+    if len(values) != images:
+        raise ValueError(f"there are {images} images and {len(values)} labels; give one label for each image")
+    with suppress(TypeError, ValueError):
+        labels = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
+        if labels.ndim == 1 and labels.dtype.kind in "biuf" and (labels % 1 == 0).all():
+            return labels.astype(np.int64)
+    kind = type(next(iter(values))).__name__
+    raise ValueError(f"labels are of type {kind}; give an integer for each image, or the images without labels")
 
 
 def pixels_of(image: Any, key: str = "an image") -> Pixels:
@@ -90,7 +101,8 @@ def pixels_of(image: Any, key: str = "an image") -> Pixels:
     if isinstance(image, Image.Image):
         return np.ascontiguousarray(to_rgb(image), dtype=np.uint8)
     if isinstance(image, Tensor):
-        image = (image.permute(1, 2, 0) if image.ndim == 3 else image).numpy()
+        image = (image.permute(1, 2, 0) if image.ndim == 3 else image).detach().cpu()
+        image = (image.float() if image.is_floating_point() else image).numpy()
     if not isinstance(image, np.ndarray) or image.ndim not in (2, 3):
         kind = f"has the shape {image.shape}" if isinstance(image, np.ndarray) else f"is a {type(image).__name__}"
         raise DecodeError(key, f"it {kind}; expected a PIL image, an array (H, W, C) or (H, W), or a tensor (C, H, W)")
@@ -113,7 +125,7 @@ def _hugging_face(data: Any, title: str) -> Source:
     image, label = column("Image", "image", "img"), column("ClassLabel", "label", "labels")
     if image is None:
         raise ValueError(f"none of the columns {', '.join(kinds)} holds images; cast one to datasets.Image()")
-    labels = None if label is None else np.asarray(data[label], np.int64)
+    labels = None if label is None else _labels(data[label], len(data))
     classes = tuple(getattr(data.features.get(label), "names", None) or ()) or None
     return Items(title, data, image, labels, classes, getattr(data, "_fingerprint", None))
 
@@ -129,7 +141,7 @@ def _dataset(data: Any, title: str) -> Source:
             labels = [(data[i][1], advance(1))[0] for i in range(len(data))]
     classes = getattr(data, "classes", None)
     names = tuple(map(str, classes)) if isinstance(classes, list | tuple) else None
-    return Items(title, data, 0, np.asarray(labels, np.int64), names)
+    return Items(title, data, 0, _labels(labels, len(data)), names)
 
 
 @dataclass(eq=False)
@@ -154,8 +166,10 @@ class Items:
             with _ONE_AT_A_TIME:
                 item = self.data[index]
             return pixels_of(item if self.field is None else item[self.field], self.key(index))
-        except ValueError as error:
-            raise error if isinstance(error, DecodeError) else DecodeError(self.key(index), str(error)) from error
+        except DecodeError:
+            raise
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow's, of a damaged file
+            raise DecodeError(self.key(index), " ".join(str(error).split())) from error
 
     def key(self, index: int) -> str:
         return f"#{index}"
