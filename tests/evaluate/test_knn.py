@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchmix.data.contract import Source
+from patchmix.data.shapes import shapes_source
 from patchmix.evaluate import features, knn
 from patchmix.evaluate.knn import fitting_ks, knn_predict
+from patchmix.evaluate.labeled import Part
+from patchmix.evaluate.monitor import Guard, monitor
 from patchmix.evaluate.protocol import accuracy
 from patchmix.evaluate.results import read_results
 from patchmix.interop.backbone import Backbone
@@ -201,6 +206,25 @@ def test_every_block_in_one_pass(backbone: Backbone, monkeypatch: pytest.MonkeyP
         knn.knn(Knn("", "shapes:150", layers=(1, 3)), backbone)
     with pytest.raises(ValueError, match="--layers needs the blocks of an encoder, which --pool pixels does not use"):
         knn.knn(Knn("", "shapes:150", layers=(1,), pool="pixels"), backbone)
+
+
+def test_the_monitor_leaves_unlabeled_images_out(backbone: Backbone) -> None:
+    """-1 is no label, as in torchvision's STL10 and in test splits of the Hugging Face Hub."""
+    train, test, encoder = shapes_source("train", 60), shapes_source("test", 40), backbone.encoder()
+    assert train.labels is not None and test.labels is not None
+    how: dict[str, Any] = {"image_size": 32, "mean": backbone.mean, "std": backbone.std, "device": torch.device("cpu")}
+    how |= {"bank": 100, "queries": 100}
+
+    def knn_of(train: Source, test: Source | None) -> float | None:
+        return dict(monitor(train, test, **how, guard=Guard({}, lambda step: None))(encoder)).get("knn")
+
+    def known(source: Source, count: int) -> Source:
+        assert source.labels is not None
+        return replace(source, labels=np.where(np.arange(len(source)) < count, source.labels, -1))  # type: ignore[type-var]
+
+    assert knn_of(known(train, 0), test) is None and knn_of(known(train, 1), None) is None
+    assert knn_of(known(train, 30), known(test, 0)) == knn_of(Part(train, np.arange(30)), None)
+    assert knn_of(known(train, 30), known(test, 20)) == knn_of(Part(train, np.arange(30)), Part(test, np.arange(20)))
 
 
 def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from patchmix.data.loader import one_pass
 from patchmix.data.views import View, Views, to_float
 from patchmix.evaluate.features import extract
 from patchmix.evaluate.knn import HEADLINE_K, QUERY_ROWS, knn_predict, nearest
-from patchmix.evaluate.labeled import Subset
+from patchmix.evaluate.labeled import Part, Subset
 from patchmix.evaluate.protocol import accuracy
 from patchmix.interop.backbone import pooled
 from patchmix.train.loop import Evaluator
@@ -40,24 +41,26 @@ def monitor(
     """The health of the features of at most `bank` training images, and kNN of at most `queries` test images.
 
     Without labeled test images, the first training images are classified by the others. For a guard also how many
-    neighbors are kept, and kNN of all these training images (leave-one-out). how: see `extract`.
+    neighbors are kept, and kNN of all these training images (leave-one-out). A label of -1 is none. how: see `extract`.
     """
-    bank_images = Subset(train, bank)
-    query_images = None if test is None or test.labels is None else Subset(test, queries)
+    bank_images, query_images = Subset(train, bank), None
+    if test is not None and test.labels is not None and (test.labels >= 0).any():
+        query_images = Subset(Part(test, np.flatnonzero(test.labels >= 0)), queries)
 
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
         found = extract(encoder, bank_images, **how)
         yield from health(found.vectors)
         if guard is not None:
             yield "neighbors_kept", guard.neighbors_kept(found.vectors)
-        if found.labels is None:
+        if found.labels is None or int((labeled := found.labels >= 0).sum()) < 2:
             return
-        voters, k = (found.vectors, found.labels), min(HEADLINE_K, len(found.vectors) - 1)
+        voters = found.vectors[labeled], found.labels[labeled]
+        k = min(HEADLINE_K, len(voters[1]) - 1)
         if guard is not None:
-            own = knn_predict(*voters, found.vectors, ks=[k], leave_one_out=True)[k]
-            yield "knn_train", accuracy(own, found.labels)
-            yield "knn_margin", guard.margin(own[:, 0] == found.labels)
-        vectors, labels = found.vectors[:queries], found.labels[:queries]
+            own = knn_predict(*voters, voters[0], ks=[k], leave_one_out=True)[k]
+            yield "knn_train", accuracy(own, voters[1])
+            yield "knn_margin", guard.margin(own[:, 0] == voters[1])
+        vectors, labels = (each[:queries] for each in voters)
         if query_images is not None:
             queried = extract(encoder, query_images, **how)
             assert queried.labels is not None
