@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,7 @@ def test_16_bits_of_pictures_are_kept() -> None:
         (cv2.imencode(".png", color[..., ::-1])[1].tobytes(), color),
         (cv2.imencode(".png", gray)[1].tobytes(), repeated),
         (tiff(color, photometric="rgb"), color),
+        (tiff(color.transpose(2, 0, 1), photometric="rgb", planarconfig="separate"), color),
         (tiff(gray), repeated),
         (lzw.getvalue(), repeated),
         (npy(color), color),
@@ -116,6 +119,7 @@ def test_16_bits_of_pictures_are_kept() -> None:
         (npy(BANDS[0]), 4, "--in-chans 5"),
         (tiff(BANDS[0], photometric="rgb"), 3, "it has 5 channels; use an encoder with --in-chans 5"),
         (tiff(BANDS[0], photometric="rgb"), 6, "--in-chans 5"),
+        (tiff(BANDS[0][..., :3].astype(np.int16), photometric="rgb"), 3, r"its floats span .*; give RGB in \[0, 1\]"),
         (cv2.imencode(".png", BANDS[0][..., :3])[1].tobytes(), 5, "5 channels are read from TIFF and .npy files only"),
         (npy(BANDS[0].astype(np.int64)), 5, "its values are int64; give uint8, uint16, int16 or floats"),
         (npy(np.full((4, 4, 5), np.nan)), 5, "NaN or infinite"),
@@ -130,6 +134,29 @@ def test_what_cannot_be_read_is_one_line(data: bytes, channels: int, reason: str
     with pytest.raises(DecodeError, match=reason) as error:
         read_image(data, "x", channels)
     assert "\n" not in str(error.value)
+
+
+def test_rgb_of_floats_is_read_from_tiff() -> None:
+    color = (BANDS[0][..., :3] / 65535).astype(np.float32)
+    found = read_image(tiff(color, photometric="rgb"), "x")
+    assert found.dtype == np.float32 and np.array_equal(found, color)
+
+
+def test_threads_parse_one_header_of_npy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two, Python 3.11.7 raises "AST constructor recursion depth mismatch" once in a while."""
+    real, parsing, most = np.lib.format.read_array_header_1_0, [], []
+
+    def slow(file: Any) -> Any:
+        parsing.append(file)
+        most.append(len(parsing))
+        time.sleep(0.01)
+        parsing.pop()
+        return real(file)
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(lambda number: read_image(npy(BANDS[0]), str(number), 5), range(8)))) == 8
+    assert max(most) == 1
 
 
 def test_missing_codec_names_the_extra() -> None:

@@ -7,6 +7,7 @@ alpha are composited over white. An animation is its first frame. `decode` gives
 
 import io
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ MAX_PIXELS = 100_000_000  # against decompression bombs; checked in the header, 
 _JPEG, _PNG, _NPY = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _EXTENSIONS = {_JPEG: "jpg", _PNG: "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
+_ONE_HEADER = threading.Lock()  # of .npy: NumPy parses it with `ast`, which Python 3.11.7, for one, can't do in threads
 _SPECIAL_CHUNKS = (b"tRNS", b"eXIf", b"acTL")  # of PNG: a transparent color, orientation, animation
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is said once, by DecodeError
 
@@ -156,7 +158,7 @@ def to_picture(pixels: Pixels) -> Pixels:
 
 
 def _read_npy(data: bytes, key: str) -> npt.NDArray[Any]:
-    with _decode_errors(key):
+    with _decode_errors(key), _ONE_HEADER:
         file = io.BytesIO(data)
         version = np.lib.format.read_magic(file)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -176,31 +178,42 @@ def _read_tiff(data: bytes, key: str) -> npt.NDArray[Any]:
 
 
 def _decode_16_bits(data: bytes, key: str) -> Pixels | None:
-    """uint16 (H, W, 3) of a gray or RGB file of 16 bits, upright and without alpha; None for all others."""
+    """uint16 (H, W, 3) of a gray or RGB file of 16 bits, upright and without alpha; also RGB that only tifffile reads.
+
+    None for all others, which `decode` reads.
+    """
     if data.startswith(_PNG):
         is_deep = data[24:26] in (b"\x10\0", b"\x10\2") and _is_complete(data)
         is_deep = is_deep and _is_simple(_open_pillow(data, key), data)
+    elif data.startswith(_TIFF):
+        try:
+            with _open_pillow(data, key) as image:
+                tags = dict(getattr(image, "tag_v2", {}))
+        except DecodeError as error:
+            return _read_rgb_tiff(data, key, error)
+        bits = tags.get(258)
+        if tags.get(284) == 2 and bits == (16,) * 3:  # a plane per channel: Pillow and OpenCV take it for pixels
+            return _read_rgb_tiff(data, key)
+        upright_colors = tags.get(274, 1) == 1 and tags.get(262) in (1, 2)
+        is_deep = upright_colors and set(tags.get(339, (1,))) == {1} and bits in ((16,), (16,) * 3)
     else:
-        is_deep = data.startswith(_TIFF) and _is_deep_tiff(data, key)
+        return None
     pixels = _imdecode(data, cv2.IMREAD_UNCHANGED) if is_deep else None
     if pixels is None or pixels.dtype != np.uint16:
         return None
     return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_GRAY2RGB if pixels.ndim == 2 else cv2.COLOR_BGR2RGB))
 
 
-def _is_deep_tiff(data: bytes, key: str) -> bool:
+def _read_rgb_tiff(data: bytes, key: str, error: DecodeError | None = None) -> Pixels:
+    """By tifffile; `error` says why Pillow cannot read it."""
     try:
-        with _open_pillow(data, key) as image:
-            tags = getattr(image, "tag_v2", {})
-            upright_colors = tags.get(274, 1) == 1 and tags.get(262) in (1, 2)
-            is_unsigned = set(tags.get(339, (1,))) == {1}
-            return upright_colors and is_unsigned and tags.get(258) in ((16,), (16,) * 3)
-    except DecodeError as error:
-        try:
-            found = min(_read_tiff(data, key).shape)
-        except DecodeError:
-            raise error from None
+        array = _read_tiff(data, key)
+    except DecodeError as failure:
+        raise (error or failure) from None
+    found = min(array.shape) if array.ndim == 3 else 3
+    if found != 3:
         raise DecodeError(key, f"it has {found} channels; use an encoder with --in-chans {found}") from error
+    return as_pixels(array, key, 3)
 
 
 def size_of(data: bytes, key: str) -> tuple[int, int]:
