@@ -100,7 +100,7 @@ def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
 
 def find_entries(settings: Evaluate) -> Iterator[Entry]:
     """The encoders of all runs, then the untrained ones, then the pixels."""
-    baselines: dict[str, Entry] = {}
+    baselines: dict[Any, Entry] = {}
     for source in settings.runs:
         last = load_backbone(source, encoder=settings.encoder)
         files = sorted(Path(source).glob("checkpoints/step-*.pt")) if settings.all_steps else []
@@ -114,8 +114,9 @@ def find_entries(settings: Evaluate) -> Iterator[Entry]:
             name = f"{last.name}, step {step:,}" if settings.all_steps and step is not None else last.name
             yield Entry(name, each, each.digest(), (source,), step)
         random = untrained(source, last)
-        same = baselines.get(digest := random.digest())
-        baselines[digest] = Entry(UNTRAINED, random, digest, (*(same.runs if same else ()), source), 0)
+        key = random.digest(), random.architecture, random.mean, random.std
+        before = baselines[key].runs if key in baselines else ()
+        baselines[key] = Entry(UNTRAINED, random, key[0], (*before, source), 0)
     if settings.baselines:
         several = len(baselines) > 1
         for entry in baselines.values():

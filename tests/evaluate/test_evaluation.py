@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import shutil
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,26 @@ def test_results_of_other_settings_are_not_reused(own_run: Path, pets: Path, tmp
     assert {key: score.result.settings for key, score in found.items()} == {
         key: score.result.settings for key, score in wanted.items()
     }
+
+
+def test_equal_weights_of_other_heads_or_normalization_are_other_encoders(backbone: Backbone, tmp_path: Path) -> None:
+    shape = replace(backbone.architecture, heads=6)
+    others = {"heads": {"architecture": shape}, "normalization": {"mean": (0.5,) * 3, "std": (0.1,) * 3}}
+    files = {name: tmp_path / f"{name}.safetensors" for name in ("plain", *others)}
+    for name, file in files.items():
+        replace(backbone, **others.get(name, {})).save(file)
+    together = run([*files.values()], ["shapes:100"], tmp_path / "out", protocols=("knn",))
+    rows = {name: score.percent for (_, name, _), score in together.items()}
+    assert len({rows[name] for name in files}) == 3
+    for name, file in files.items():
+        alone = run([file], ["shapes:100"], tmp_path / name, protocols=("knn",))
+        assert alone["shapes:100", name, "knn"].percent == rows[name]
+        assert alone["shapes:100", "untrained", "knn"].percent == rows[f"untrained {file}"]
+    pixels = [
+        run([files[name]], ["shapes:100"], tmp_path / "pixels", protocols=("knn",))["shapes:100", "raw pixels", "knn"]
+        for name in files
+    ]
+    assert pixels[0].percent == pixels[1].percent != pixels[2].percent == rows["raw pixels"]
 
 
 def test_all_steps_make_a_curve(own_run: Path, class_folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,8 @@ def test_a_stopped_evaluation_goes_on_and_ends_the_same(
 def test_other_settings_do_not_go_on_with_a_checkpoint(backbone: Backbone, tmp_path: Path) -> None:
     evaluate(backbone, "shapes:64", epochs=1, out=tmp_path)
     evaluate(backbone, "shapes:64", epochs=1, base_lr=0.02, out=tmp_path)
-    assert len(list(tmp_path.glob("linear-*"))) == 2
+    evaluate(replace(backbone, mean=(0.5, 0.5, 0.5)), "shapes:64", epochs=1, out=tmp_path)
+    assert len(list(tmp_path.glob("linear-*"))) == 3
 
 
 def test_the_loss_of_the_frozen_method_has_gradients_for_the_head_only(backbone: Backbone) -> None:

@@ -87,12 +87,13 @@ class FeatureExtractor:
 
     def how(self) -> dict[str, Any]:
         """How `extract` is to prepare images."""
-        normalization = {"mean": self.backbone.mean, "std": self.backbone.std}
+        normalization = {"mean": [*self.backbone.mean], "std": [*self.backbone.std]}
         return {"image_size": self.image_size, "resize": self.resize, **normalization}
 
     def record(self) -> dict[str, Any]:
-        """What a result says about how images became features."""
-        return {"layer": LAYERS[self.pool], "image_size": self.image_size, "resize": self.resize}
+        """What a result says about how images became features, besides the weights."""
+        heads = {} if self.pool == "pixels" else {"heads": self.backbone.architecture.heads}
+        return {"layer": LAYERS[self.pool], **self.how(), **heads}
 
     def features(self, source: Source) -> Features:
         """(N, D) features with labels, in the source's order, on every process."""

@@ -70,6 +70,7 @@ class Task:
     ) -> tuple[dict[str, float], Path | None]:
         """`fit` on the training part. With the same settings, weights and data, it continues where it was stopped."""
         whose = {"weights": self.digest, "architecture": repr(self.backbone.architecture)}
+        whose |= {"mean": self.backbone.mean, "std": self.backbone.std}
         identity = {"settings": settings, **whose, "data": self.data.fingerprint()}
         usual: Values = {"prepare": self.prepare, "identity": identity}
         usual |= {"out": self.out, "device": self.device, "workers": self.settings.workers}

@@ -183,8 +183,9 @@ def print_result(result: Result | Sequence[Path], console: Console | None = None
             table.add_row(row["name"], " / ".join(f"{100 * value:.1f}" for value in values))
     console.print(table)
     how = [f"{result.images:,} test images", f"weights {result.weights[:12]}"]
-    more = result.settings | {key: value for key, value in result.details.items() if key != "classes"}
-    how += [f"{key} {_plain(value)}" for key, value in more.items()]
+    long = ("classes", "mean", "std")  # as many as there are classes or channels
+    more = (result.settings | result.details).items()
+    how += [f"{key} {_plain(value)}" for key, value in more if key not in long]
     console.print(Text("; ".join(how)), soft_wrap=True)
 
 
