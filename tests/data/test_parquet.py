@@ -85,6 +85,15 @@ def test_some_files_are_one_after_the_other(tmp_path: Path) -> None:
     ]
 
 
+def test_files_of_different_layouts_are_one_source_without_labels_unless_all_have_them(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.parquet")
+    b = write(tmp_path / "b.parquet", column="img", plain=True, label=None)
+    source = ParquetSource([a, b], name="x")
+    np.testing.assert_array_equal(source.load(3), IMAGES[3])
+    np.testing.assert_array_equal(source.load(28), IMAGES[3])
+    assert source.labels is None
+
+
 def test_only_some_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "_CACHED_BYTES", 1500)
     source = ParquetSource([write(tmp_path / "a.parquet")], name="x")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import resource
 import struct
 import zlib
@@ -332,6 +333,18 @@ class TestNames:
     def test_a_tar_among_images_is_not_taken_for_the_data(self, folder: Path) -> None:
         (folder / "photo.png").write_bytes(png(IMAGES[0]))
         assert len(open_source(folder)) == 1
+
+    def test_an_archive_beside_train_is_not_taken_for_the_data(self, folder: Path) -> None:
+        for split in ("train", "val"):
+            (folder / split / "cat").mkdir(parents=True)
+            (folder / split / "cat" / "photo.png").write_bytes(png(IMAGES[0]))
+        assert len(open_source(folder)) == len(open_source(folder, "test")) == 1
+
+    def test_images_that_shards_displace_are_named(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (folder / "assets").mkdir()
+        (folder / "assets" / "logo.png").write_bytes(png(IMAGES[0]))
+        assert len(open_source(folder)) > 1
+        assert re.search("left out: the images, such as .*logo.png, because there are .tar", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("kind", ["shards", "parquet"])

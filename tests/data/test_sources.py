@@ -96,7 +96,13 @@ class TestFolders:
     def test_val_is_taken_before_test(self, tmp_path: Path, write_image: Write) -> None:
         for name in ("train/cat/1.png", "test/2.png", "val/cat/3.png"):
             write_image(tmp_path / "d" / name)
-        assert keys(open_source(tmp_path / "d", "test")) == ["cat/3.png"]
+        source = open_source(tmp_path / "d", "test")
+        assert keys(source) == ["cat/3.png"] and source.name == f"{tmp_path / 'd'} (val)"
+
+    def test_valid_is_a_name_of_the_test_split(self, tmp_path: Path, write_image: Write) -> None:
+        for name in ("train/cat/1.png", "valid/cat/2.png"):
+            write_image(tmp_path / "d" / name)
+        assert keys(open_source(tmp_path / "d", "test")) == ["cat/2.png"]
 
     def test_images_beside_the_class_folders_mean_no_labels(self, tmp_path: Path, write_image: Write) -> None:
         for name in ("train/cat/1.png", "train/2.png"):
@@ -153,6 +159,16 @@ class TestParquet:
         pq.write_table(pa.table({"file_name": ["1.png"]}), tmp_path / "d" / name)
         assert keys(open_source(tmp_path / "d")) == ["cat/1.png"]
         assert keys(open_source(tmp_path / "d", "test")) == ["cat/2.png"]
+
+    def test_tables_beside_parquet_files_with_images_are_not_read(self, tmp_path: Path) -> None:
+        from tests.data.test_parquet import write
+
+        for name in ("0000.parquet", "0001.parquet"):
+            write(tmp_path / name)
+        for name in ("00-annotations.parquet", "metadata.parquet"):
+            pq.write_table(pa.table({"file_name": ["1.png"], "label": [7]}), tmp_path / name)
+        source = open_source(tmp_path)
+        assert len(source) == 50 and source.labels is not None and source.labels.max() < 7
 
     def test_an_image_beside_parquet_files_with_images_is_not_the_data(
         self, tmp_path: Path, write_image: Write

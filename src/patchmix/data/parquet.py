@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ class ParquetSource(EncodedSource):
         window = _CACHED_BYTES * len(groups) // (2 * max(1, sum(group.total_byte_size for group in groups)))
         self.groups = Groups(np.array(starts), max(1, min(_MOST_GROUPS, window)))
         schema = opened[0].schema_arrow
-        self._image_column = _image_column(schema, self._files[0])
-        integers = [field.name for field in schema if pa.types.is_integer(field.type)]
-        label_column = next((column for column in LABEL_COLUMNS if column in integers), None)
+        self._image_columns = [_image_column(p.schema_arrow, file) for p, file in zip(opened, self._files, strict=True)]
+        integers = [{field.name for field in p.schema_arrow if pa.types.is_integer(field.type)} for p in opened]
+        label_column = next((column for column in LABEL_COLUMNS if all(column in names for names in integers)), None)
         self.classes = _class_names(schema, label_column)
         self.labels = None if label_column is None else _read_labels(self._files, label_column)
         self.release()
@@ -92,7 +93,8 @@ class ParquetSource(EncodedSource):
                 return self._groups[group]
             file, number = self._owners[group]
             # Opened again each time: a handle shared with a forked parent would share its position.
-            table = _open(self._files[file]).read_row_group(number, columns=[self._image_column], use_threads=False)
+            columns = [self._image_columns[file]]
+            table = _open(self._files[file]).read_row_group(number, columns=columns, use_threads=False)
             self._groups[group] = table.flatten().column(0)  # of a struct, its bytes
             while len(self._groups) > 1 and sum(column.nbytes for column in self._groups.values()) > _CACHED_BYTES:
                 self._groups.popitem(last=False)
@@ -117,7 +119,8 @@ def _open(file: Path) -> Any:
         raise ValueError(f"{str(file)!r} cannot be read as parquet ({reason}); give another file") from error
 
 
-def holds_images(file: str | Path) -> bool:
+@cache  # asked more than once
+def holds_images(file: str) -> bool:
     """Whether a parquet file has a column of encoded images."""
     schema = _open(Path(file)).schema_arrow
     with suppress(ValueError):

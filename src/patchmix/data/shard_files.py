@@ -63,12 +63,29 @@ def find_shards(data: str) -> dict[Split, list[str]]:
 
 
 def shards_in(root: Path) -> dict[Split, list[str]]:
-    """The shards of a local folder, by split; {} where images are next to them, or where there are none."""
+    """The shards of a local folder, by split; {} where there are none, or where the data is images in files.
+
+    That is so where images are next to a shard, or in a folder train/ that has no shards.
+    """
     names = files_in(root, ".tar")
     folders = {root, *(Path(name).parent for name in names)}
-    beside = [path.name for folder in folders for path in folder.iterdir()]
-    is_mixed = any(name.lower().endswith(EXTENSIONS) and not name.startswith(".") for name in beside)
-    return {} if is_mixed else by_split(names, str(root))
+    if not names or any(first_image(folder, deep=False) for folder in folders):
+        return {}
+    if root / "train" not in folders and first_image(root / "train"):
+        return {}
+    if image := first_image(root):
+        _warn_of_left_out((f"the images, such as {image}",), "there are .tar files")
+    return by_split(names, str(root))
+
+
+def first_image(root: Path, *, deep: bool = True) -> Path | None:
+    """A visible image file in a folder or, unless not `deep`, anywhere below it."""
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if deep and not name.startswith(".")]
+        for name in names:
+            if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
+                return Path(folder, name)
+    return None
 
 
 def files_in(root: Path, ending: str) -> list[str]:
@@ -90,16 +107,16 @@ def by_split(names: list[str], root: str | None = None) -> dict[Split, list[str]
         match = next(filter(None, map(_SPLIT.match, reversed(parts))), None)
         groups.setdefault(match[1] if match else "", []).append(name)
     if "train" in groups and "" in groups:
-        _warn_of_left_out(tuple(groups[""]))
+        _warn_of_left_out(tuple(groups[""]), "other files are named train")
     train = groups.get("train") or groups.get("", [])
     splits: dict[Split, list[str]] = {"train": train, "test": groups.get("val") or groups.get("test", [])}
     return {split: found for split, found in splits.items() if found}
 
 
 @cache  # the splits are looked up more than once
-def _warn_of_left_out(names: tuple[str, ...]) -> None:
+def _warn_of_left_out(names: tuple[str, ...], reason: str) -> None:
     more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
-    warn(f"left out: {', '.join(names[:_NAMED])}{more}, because other files are named train; rename or move them")
+    warn(f"left out: {', '.join(names[:_NAMED])}{more}, because {reason}; rename or move them")
 
 
 def warn(text: str) -> None:

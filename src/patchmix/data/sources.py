@@ -1,7 +1,7 @@
 """Where images come from: a name, a folder, parquet files or shards → a Source.
 
-Splits are "train" and "test". In a folder, "test" is the first there is of val/, validation/, test/. Sets known by name
-are looked for in some folders; CIFAR is downloaded when it is in none of them.
+Splits are "train" and "test". In a folder, "test" is the first there is of val/, valid/, validation/, test/. Sets known
+by name are looked for in some folders; CIFAR is downloaded when it is in none of them.
 """
 
 import difflib
@@ -18,13 +18,13 @@ import numpy as np
 from filelock import FileLock
 
 from patchmix.data.contract import EncodedSource, Source, Split
-from patchmix.data.decode import EXTENSIONS, DecodeError, pixel_channels
+from patchmix.data.decode import DecodeError, pixel_channels
 from patchmix.data.folder import FolderSource, class_names
 from patchmix.data.memory import InMemorySource, from_array, in_memory
 from patchmix.data.parquet import ParquetSource, holds_images
 from patchmix.data.python import PREFIX, given
 from patchmix.data.shapes import shapes_source
-from patchmix.data.shard_files import by_split, files_in, find_shards, names_shards, shards_in
+from patchmix.data.shard_files import by_split, files_in, find_shards, first_image, names_shards, shards_in
 from patchmix.data.shards import open_shards
 from patchmix.files import cache_folder
 
@@ -34,7 +34,7 @@ FORMS = (
     "or .tar shards (a folder, a pattern, URLs)"
 )
 SPLITS: tuple[Split, ...] = ("train", "test")
-_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("val", "validation", "test")}
+_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("val", "valid", "validation", "test")}
 _CIFAR = ("cifar10", "cifar100")
 
 
@@ -99,7 +99,7 @@ def _openers(data: str | Path, class_folders: bool = False) -> dict[Split, Calla
     if "train" not in folders:
         classes = class_names(root) if class_folders else None
         return {"train": partial(FolderSource, root, name=titles["train"], classes=classes)}
-    return {split: partial(_open_split, folders, split, titles[split]) for split in folders}
+    return {split: partial(_open_split, folders, split, f"{data} ({folders[split].name})") for split in folders}
 
 
 def _open_split(folders: dict[Split, Path], split: Split, title: str) -> Source:
@@ -131,17 +131,14 @@ def _local(data: str | Path) -> Path | None:
 
 
 def _parquet_files(root: Path) -> dict[Split, list[str]]:
-    """Parquet files by split; {} when there are none, or when they only describe the image files of the folder."""
+    """Parquet files with images by split; {} when there are none, but image files that they may describe."""
     if root.is_file():
         return {"train": [str(root)]} if root.suffix == ".parquet" else {}
     names = files_in(root, ".parquet")
-    if names and not any(map(holds_images, names)) and _has_image_files(root):
+    with_images = [name for name in names if holds_images(name)]
+    if names and not with_images and first_image(root):
         return {}
-    return by_split(names, str(root))
-
-
-def _has_image_files(root: Path) -> bool:
-    return any(name.lower().endswith(EXTENSIONS) for _, _, names in os.walk(root) for name in names)
+    return by_split(with_images or names, str(root))
 
 
 def _data_roots() -> list[Path]:
