@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from patchmix.interop.backbone import Architecture
 from patchmix.interop.importing import import_checkpoint, import_weights
 from patchmix.interop.layouts import tensors_of
 from patchmix.interop.loading import load_backbone
@@ -131,6 +134,8 @@ def test_format_that_does_not_fit(make_foreign, file: Path) -> None:
     torch.save(make_foreign("mocov3").checkpoint, file)
     with pytest.raises(ValueError, match=r"not of format mae: it holds state_dict/.*base_encoder.*but no encoder"):
         import_checkpoint(file, format="mae")
+    with pytest.raises(ValueError, match=r"not of format dinov2: it holds state_dict/.*base_encoder.*but no encoder"):
+        import_checkpoint(file, format="dinov2")
     with pytest.raises(ValueError, match="format 'moco' is unknown; it must be one of patchmix-authors, mocov3"):
         import_checkpoint(file, format="moco")
 
@@ -218,6 +223,31 @@ def test_heads_and_normalization_of_a_timm_folder(make_foreign, tmp_path: Path) 
         0.5,
         0.5,
     )
+
+
+@pytest.mark.parametrize("in_chans", [1, 5])
+def test_a_timm_folder_of_other_channels(in_chans: int, tmp_path: Path) -> None:
+    shape = Architecture("vit_tiny_patch4_16", 16, 4, in_chans, 48, 1, 3)
+    encoder = shape.create().eval()
+    save_file(encoder.state_dict(), tmp_path / "model.safetensors")
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 1, "num_heads": 3, "in_chans": in_chans}
+    config: dict[str, Any] = {"architecture": "vit_tiny_patch16_224", "model_args": sizes}
+    config["pretrained_cfg"] = {"mean": [0.4], "std": [0.2]} if in_chans == 1 else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    backbone = load_backbone(tmp_path)
+    if in_chans == 1:
+        gray = torch.rand(2, 1, 16, 16)
+        with torch.no_grad():
+            features = encoder((gray - 0.4) / 0.2)
+        torch.testing.assert_close(backbone.embed(gray), features)
+        return
+    images = torch.rand(2, 5, 16, 16)
+    with pytest.raises(ValueError, match="mean and std have 3 and 3 values, the images 5 channels; give one for each"):
+        backbone.embed(images)
+    given = replace(backbone, mean=(0.5,) * 5, std=(0.5,) * 5)
+    assert given.embed(images).shape == (2, 48)
+    with pytest.raises(ValueError, match=r"its shape is \(16, 16, 3\), not \(H, W, 5\)"):
+        given.embed([Image.new("RGB", (16, 16))])
 
 
 def test_torchvision_names(tmp_path: Path) -> None:

@@ -147,6 +147,11 @@ def to_float(images: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequenc
 
 def normalize_(pixels: Tensor, mean: Sequence[float], std: Sequence[float], *, white: float = 255) -> Tensor:
     """float32 (N, C, h, w) in 0…white → normalized, in place."""
+    if not len(mean) == len(std) == pixels.shape[1]:  # of imported weights, whose files do not say them
+        raise ValueError(
+            f"mean and std have {len(mean)} and {len(std)} values, the images {pixels.shape[1]} channels; give one for "
+            "each channel, to a backbone by dataclasses.replace(backbone, mean=…, std=…)"
+        )
     # Channel by channel, with numbers: a tensor of them would make the host wait for the device.
     for plane, m, s in zip(pixels.unbind(dim=1), mean, std, strict=True):
         plane.mul_(1 / (white * s)).add_(-m / s)

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -141,14 +141,18 @@ class Backbone:
         """SHA-256 over names and values: equal weights have equal digests, wherever they are stored."""
         return digest(self.weights)
 
-    def save(self, path: Path) -> None:
-        """Writes encoder.safetensors: a plain timm state dict, and in its metadata what `load_backbone` needs."""
+    def save(self, path: Path, name_of: Callable[[str], str] = str) -> None:
+        """Writes encoder.safetensors: a plain timm state dict, and in its metadata what `load_backbone` needs.
+
+        name_of: what another program calls a tensor.
+        """
         header = {"architecture": vars(self.architecture), "mean": self.mean, "std": self.std, "origin": self.origin}
-        save_weights(self.weights, path, {"patchmix": json.dumps(header)})
+        weights = {name_of(name): tensor for name, tensor in self.weights.items()}
+        save_weights(weights, path, {"patchmix": json.dumps(header)})
 
     @staticmethod
     def from_metadata(header: str, weights: dict[str, Tensor]) -> "Backbone":
-        """What `save` wrote."""
+        """What `save` wrote, with timm's names."""
         try:
             entries = json.loads(header)
             mean, std = (tuple(map(float, entries[key])) for key in ("mean", "std"))
@@ -235,7 +239,7 @@ def _pixels(image: AnyImage, channels: int) -> Pixels:
         except OSError as error:
             raise ValueError(f"{image} can't be read ({error.strerror}); give the path of an image") from error
     if isinstance(image, Image.Image):
-        return to_rgb(image)
+        image = to_rgb(image)
     if isinstance(image, Tensor):
         image = (image.float() if image.is_floating_point() else image).cpu().numpy()
     return as_pixels(np.asarray(image), "an image", channels)

@@ -138,8 +138,9 @@ def timm_config(folder: Path) -> dict[str, Any]:
 
 
 def normalization(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Mean and std of timm's description of weights; ImageNet's where it has none."""
-    return {"mean": tuple(cfg.get("mean") or IMAGENET_MEAN), "std": tuple(cfg.get("std") or IMAGENET_STD)}
+    """Mean and std of timm's description of weights; ImageNet's where it has none. Gray's is that of all of RGB."""
+    found = {"mean": tuple(cfg.get("mean") or IMAGENET_MEAN), "std": tuple(cfg.get("std") or IMAGENET_STD)}
+    return {name: values * 3 if len(values) == 1 else values for name, values in found.items()}
 
 
 def timm_encoder(
@@ -172,6 +173,8 @@ def _released(
     format: str, tensors: Mapping[str, Tensor], image_size: int | None
 ) -> tuple[Architecture, dict[str, Tensor]]:
     """A released backbone of DINOv2 or DINOv3 in timm's names, as the timm model that it fits."""
+    if not {"patch_embed.proj.weight", "blocks.0.norm1.weight"} <= tensors.keys():
+        raise ValueError(f"not of format {format}: it holds {first_of(list(tensors)) or 'nothing'}, but no encoder")
     given = {name: tensor.detach().float() for name, tensor in tensors.items()}
     depth = 1 + max(int(name.split(".")[1]) for name in given if name.startswith("blocks."))
     dim, extra = given["patch_embed.proj.weight"].shape[0], given.get("register_tokens", given.get("storage_tokens"))

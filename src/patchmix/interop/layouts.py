@@ -51,7 +51,7 @@ TO_TORCHVISION = {
     "cls_token": "class_token",
     "pos_embed": "encoder.pos_embedding",
 }
-_FROM_TORCHVISION = {theirs: ours for ours, theirs in TO_TORCHVISION.items()} | {
+FROM_TORCHVISION = {theirs: ours for ours, theirs in TO_TORCHVISION.items()} | {
     f"{_LAYER}#.mlp.linear_1.": "blocks.#.mlp.fc1.",  # as in torchvision's published files
     f"{_LAYER}#.mlp.linear_2.": "blocks.#.mlp.fc2.",
 }
@@ -110,7 +110,7 @@ LAYOUTS: dict[str, Layout] = {
     "ibot": Layout(_DINO, {**_DINO_HEAD, "masked_embed": "mask token"}, default="momentum"),
     "mae": Layout({r"(model/)?": "one"}, {**_DECODER, **_CLASSIFIER}),
     "timm": Layout(_TIMM, _CLASSIFIER),
-    "torchvision": Layout({r"((state_dict|model)/)?": "one"}, {r"heads\..*": "classifier"}, to_timm=_FROM_TORCHVISION),
+    "torchvision": Layout({r"((state_dict|model)/)?": "one"}, {r"heads\..*": "classifier"}, to_timm=FROM_TORCHVISION),
 }
 
 _CONTAINERS = {"state_dict", "model", "student", "teacher", "state_dict_ema", "model_ema"}

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.interop.importing import import_checkpoint, is_own, normalization, read_entries, timm_encoder
-from patchmix.interop.layouts import Which
+from patchmix.interop.layouts import FROM_TORCHVISION, Which, rename
 from patchmix.nn.vit import create_encoder
 
 WEIGHTS = "model.safetensors"
@@ -105,7 +105,8 @@ def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:
 def _own(entries: dict[str, Any], metadata: Mapping[str, str], encoder: Which | None, heads: int | None) -> Backbone:
     """From encoder.safetensors or from a run's checkpoint."""
     if "patchmix" in metadata:
-        backbone = Backbone.from_metadata(metadata["patchmix"], entries)
+        weights = {rename(name, FROM_TORCHVISION): tensor for name, tensor in entries.items()}  # others stay
+        backbone = Backbone.from_metadata(metadata["patchmix"], weights)
         kept = backbone.origin.get("encoder", "base")
         if encoder not in (None, kept):
             raise ValueError(f"it holds only the {kept} encoder; for the {encoder} one, give the run's checkpoint")
