@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from patchmix.evaluate.finetune import (
 from patchmix.evaluate.labeled import open_labeled
 from patchmix.evaluate.results import Result, read_results
 from patchmix.interop.backbone import Backbone
+from patchmix.interop.loading import load_backbone
 from patchmix.settings import Finetune
 from patchmix.train.optimizer import layer_groups
 
@@ -88,6 +90,7 @@ def test_a_stopped_training_goes_on_and_ends_the_same(
 
 
 def test_what_it_leaves_is_what_it_tested(backbone: Backbone, few: Path, tmp_path: Path) -> None:
+    backbone = replace(backbone, mean=(0.4, 0.5, 0.6))
     result = evaluate(backbone, few, **SHORT, out=tmp_path / "run")
     assert read_results(tmp_path / "run") == [result]
     assert result.images == 20
@@ -100,6 +103,10 @@ def test_what_it_leaves_is_what_it_tested(backbone: Backbone, few: Path, tmp_pat
         found = extract(model, test, image_size=32, mean=backbone.mean, std=backbone.std, device=torch.device("cpu"))
         assert found.labels is not None
         assert float((found.vectors.argmax(dim=1) == found.labels).double().mean()) == result.metrics[metric]
+        again = load_backbone(path)  # the encoder, with heads and normalization
+        assert (again.architecture, again.mean) == (backbone.architecture, backbone.mean)
+        assert again.weights.keys() == backbone.weights.keys()
+        torch.testing.assert_close(again.weights, {name: model.state_dict()[name] for name in again.weights})
     state = torch.load(next(tmp_path.glob("run/finetune-*/checkpoints/step-*.pt")), weights_only=True)["method"]
     for name, tensor in model.state_dict().items():  # the last one is the average
         assert torch.equal(tensor, state[f"ema.module.{name}"])

@@ -88,8 +88,10 @@ def _train_and_test(
         details["timm"] = {"model_name": name, **arguments, "num_classes": data.classes}
         details["model"] = str(folder / "model.safetensors")
         if distributed.is_main():
-            origin = {"timm": details["timm"], "mean": task.backbone.mean, "std": task.backbone.std}
-            header = {"patchmix-classifier": json.dumps({**origin, "classes": data.train.classes})}
+            backbone = replace(task.backbone, origin=task.backbone.origin | {"finetuned": str(settings.data)})
+            described = {"timm": details["timm"], "mean": backbone.mean, "std": backbone.std}
+            described["classes"] = data.train.classes
+            header = backbone.metadata() | {"patchmix-classifier": json.dumps(described)}
             save_weights(method.encoder.state_dict(), folder / "model.safetensors", header)
             save_weights(method.ema.module.state_dict(), folder / "model_ema.safetensors", header)
     metrics = {name: value for name, value in last.items() if not name.endswith("_epoch")}

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -141,18 +141,18 @@ class Backbone:
         """SHA-256 over names and values: equal weights have equal digests, wherever they are stored."""
         return digest(self.weights)
 
-    def save(self, path: Path, name_of: Callable[[str], str] = str) -> None:
-        """Writes encoder.safetensors: a plain timm state dict, and in its metadata what `load_backbone` needs.
+    def save(self, path: Path) -> None:
+        """Writes encoder.safetensors: a plain timm state dict, and in its metadata what `load_backbone` needs."""
+        save_weights(self.weights, path, self.metadata())
 
-        name_of: what another program calls a tensor.
-        """
+    def metadata(self) -> dict[str, str]:
+        """All but the weights, for a safetensors file."""
         header = {"architecture": vars(self.architecture), "mean": self.mean, "std": self.std, "origin": self.origin}
-        weights = {name_of(name): tensor for name, tensor in self.weights.items()}
-        save_weights(weights, path, {"patchmix": json.dumps(header)})
+        return {"patchmix": json.dumps(header)}
 
     @staticmethod
     def from_metadata(header: str, weights: dict[str, Tensor]) -> "Backbone":
-        """What `save` wrote, with timm's names."""
+        """The reverse of `metadata`; weights have timm's names."""
         try:
             entries = json.loads(header)
             mean, std = (tuple(map(float, entries[key])) for key in ("mean", "std"))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from patchmix.data.views import usual_resize
 from patchmix.files import check_absent, replacing, write_text
-from patchmix.interop.backbone import TIMM_ARGUMENTS, Architecture, Backbone
+from patchmix.interop.backbone import TIMM_ARGUMENTS, Architecture, Backbone, save_weights
 from patchmix.interop.layouts import ENCODER_TENSOR, TO_TORCHVISION, rename
 from patchmix.progress import progress_bar
 
@@ -135,7 +135,8 @@ def _torchvision(backbone: Backbone, out: Path) -> Exported:
         raise ValueError(f"torchvision's ViT takes 3 channels, this encoder {shape.in_chans}; export to timm")
     if others := [name for name in backbone.weights if not ENCODER_TENSOR.fullmatch(name)]:
         raise ValueError(f"torchvision's ViT has no place for {others[0]} ({shape.name}); export to timm")
-    backbone.save(out, lambda name: rename(name, TO_TORCHVISION))
+    renamed = {rename(name, TO_TORCHVISION): tensor for name, tensor in backbone.weights.items()}
+    save_weights(renamed, out, backbone.metadata())
     usage = f"""\
 import torch, torchvision
 from safetensors.torch import load_file

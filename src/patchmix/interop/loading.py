@@ -103,9 +103,10 @@ def _file_in(folder: Path, encoder: Which | None) -> tuple[Path, bool]:
 
 
 def _own(entries: dict[str, Any], metadata: Mapping[str, str], encoder: Which | None, heads: int | None) -> Backbone:
-    """From encoder.safetensors or from a run's checkpoint."""
+    """From encoder.safetensors, an export, a fine-tuned model or a run's checkpoint."""
     if "patchmix" in metadata:
-        weights = {rename(name, FROM_TORCHVISION): tensor for name, tensor in entries.items()}  # others stay
+        # Exports for torchvision have its names, fine-tuned models a classifier.
+        weights = {rename(name, FROM_TORCHVISION): w for name, w in entries.items() if not name.startswith("head.")}
         backbone = Backbone.from_metadata(metadata["patchmix"], weights)
         kept = backbone.origin.get("encoder", "base")
         if encoder not in (None, kept):
