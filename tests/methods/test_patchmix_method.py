@@ -184,6 +184,16 @@ def test_dropout_leaves_equally_many_patches_of_every_region(block: int) -> None
     torch.testing.assert_close([h, h_region], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_dropout_takes_no_patch_twice_where_regions_differ_in_size() -> None:
+    method = make(num_mix=3, region_weight=1.0, mix_blocks=(2,)).train()  # 2, 1 and 1 of 4 blocks
+    method.drop_tokens(0.05)
+    mixed = method.mix(views()[0])
+    tokens: list[Tensor] = []
+    method.encoder.norm_pre.register_forward_hook(lambda module, arguments, out: tokens.append(out))
+    method.region_queries(mixed.images, mixed.groups)  # type: ignore[arg-type]
+    assert len(tokens[0][0].unique(dim=0)) == tokens[0].shape[1] == 1 + 3 * 4
+
+
 @pytest.mark.parametrize("m", [1, 2, 3, 5])
 def test_regions_are_queries_for_their_originals(m: int) -> None:
     """Region by region and patch by patch; 16 patches in 3 or 5 groups leave one over, which stays with group 0."""

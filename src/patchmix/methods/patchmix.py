@@ -137,9 +137,9 @@ class PatchMixMethod(Method):
     def region_queries(self, images: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
         """h of mixed images, (N, D), and of their M regions, group after group: (M·N, D). groups: (M, blocks)."""
         rows = images.shape[-2] // (self.patch_size * self.block)
-        blocks = groups.view(len(groups), rows, -1)
+        blocks, least = groups.view(len(groups), rows, -1), groups.shape[1] // len(groups) * self.block**2
         groups = blocks.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2).flatten(1)  # (M, T)
-        token, *regions = region_tokens(self.encoder, images, groups).unbind(dim=1)
+        token, *regions = region_tokens(self.encoder, images, groups, least).unbind(dim=1)
         h, h_region = (self.predictor(self.projector(f)) for f in (token, torch.cat(regions)))
         return h, h_region
 

@@ -55,16 +55,16 @@ def class_tokens(encoder: nn.Module, images: Tensor) -> Tensor:
     return encoder.forward_head(_run_for_class_token(encoder, x))
 
 
-def region_tokens(encoder: nn.Module, images: Tensor, regions: Tensor) -> Tensor:
+def region_tokens(encoder: nn.Module, images: Tensor, regions: Tensor, least: int) -> Tensor:
     """The class token of the images and of M regions of them, (N, 1 + M, D), in one pass.
 
-    For a region, the last block's class token attends to the patches of that region only. regions: (M, patches), bool.
-    Token dropout leaves equally many patches of every region.
+    For a region, the last block's class token attends to the patches of that region only. regions: (M, patches), bool;
+    least: patches of the smallest one. Token dropout leaves equally many patches of every region.
     """
     assert isinstance(encoder, VisionTransformer) and is_plain(encoder)
     x, dropout = add_positions(encoder, encoder.patch_embed(images)), encoder.patch_drop
     if isinstance(dropout, TokenDropout) and dropout.active:
-        keep = dropout.draw(regions)
+        keep = dropout.draw(regions, least)
         x, regions = dropout(x, keep), regions[:, keep]
     seen = F.pad(regions, (encoder.num_prefix_tokens, 0), value=True)  # class and register tokens are of every region
     return _run_for_class_token(encoder, x, torch.cat([torch.ones_like(seen[:1]), seen]))
@@ -124,14 +124,14 @@ class TokenDropout(nn.Module):
         if keep is None:
             if not self.active:
                 return x
-            keep = self.draw(torch.ones(1, x.shape[1] - self.prefix, dtype=torch.bool, device=x.device))
+            patches = x.shape[1] - self.prefix
+            keep = self.draw(torch.ones(1, patches, dtype=torch.bool, device=x.device), patches)
         return torch.cat([x[:, : self.prefix], x[:, self.prefix :][:, keep]], dim=1)
 
-    def draw(self, groups: Tensor) -> Tensor:
+    def draw(self, groups: Tensor, least: int) -> Tensor:
         """Positions that stay, equally many of each group of patches. groups: (M, T), bool → (T′,)."""
-        m, t = groups.shape
-        stay = max(1, round((1.0 - self.share) * (t // m)))
-        scores = torch.rand(t, device=groups.device).masked_fill(~groups, -1.0)
+        stay = max(1, round((1.0 - self.share) * least))
+        scores = torch.rand(groups.shape[1], device=groups.device).masked_fill(~groups, -1.0)
         return scores.topk(stay, dim=1).indices.flatten()
 
 
