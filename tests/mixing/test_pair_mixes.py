@@ -91,6 +91,8 @@ def test_regionswap_swaps_whole_patches_and_its_sides_are_three_to_five_sevenths
     assert {side.start for side in rows} >= {0, 1, 8} and max(side.stop for side in rows) == 14
     mixed = swap(marked(2, 56, 56), (slice(1, 3), slice(2, 5)))
     assert torch.all(mixed.images[0, 0, 4:12, 8:20] == 1) and mixed.images[0].sum() == 8 * 12
+    nearly_all = RegionSwap(8, (0.9, 0.95), seeded(0))(marked(2, 32, 32))  # of 4 × 4 patches, 3 × 3 and not 4 × 4
+    assert nearly_all.share[0].tolist() == [7 / 16, 9 / 16]
 
 
 def test_scales_and_weights_follow_their_papers() -> None:
@@ -159,6 +161,7 @@ def test_something_of_every_image_stays_so_that_no_target_is_empty(name: str) ->
         (lambda: ResizeMix((0.5, 0.2)), "scale of ResizeMix"),
         (lambda: RegionSwap(2, (0.0, 0.2)), "sides of RegionSwap"),
         (lambda: RegionSwap(0), "patch_size is 0"),
+        (lambda: RegionSwap(8)(torch.zeros(2, 3, 8, 8)), "images of 8 × 8 px are one patch, which has no regions"),
         (lambda: RegionSwap(4)(torch.zeros(2, 3, 10, 8)), "height is 10; it must be a multiple of patch_size 4"),
         (lambda: CutMix()(torch.zeros(3, 8, 8)), r"3 dimensions \(3, 8, 8\)"),
     ],

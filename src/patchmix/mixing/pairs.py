@@ -113,11 +113,14 @@ class RegionSwap(Mix):
     def draw(self, images: Tensor) -> tuple[slice, slice]:
         """Rows and columns of the region, in patches."""
         _, _, height, width = check_images(images, "RegionSwap", self.patch_size)
+        if height == width == self.patch_size:
+            raise ValueError(
+                f"images of {height} × {width} px are one patch, which has no regions; use smaller patches"
+            )
         return self._draw_side(height // self.patch_size), self._draw_side(width // self.patch_size)
 
     def _draw_side(self, patches: int) -> slice:
-        low = max(1, round(self.sides[0] * patches))
-        high = max(low, round(self.sides[1] * patches))
+        low, high = (max(1, min(round(side * patches), patches - 1)) for side in self.sides)  # something stays
         length = int(torch.randint(low, high + 1, (), generator=self.generator))
         start = int(torch.randint(patches - length + 1, (), generator=self.generator))
         return slice(start, start + length)
