@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from patchmix.build import build_encoder, build_method
-from patchmix.config import ModelConfig
+from patchmix.build import build_encoder, build_method, build_views
+from patchmix.config import ModelConfig, ViewsConfig
 from patchmix.nn.tokens import class_tokens
 from patchmix.recipes import fast
 
@@ -17,6 +17,7 @@ from patchmix.recipes import fast
         ({"image_sizes": (16, 20, 32)}, "images of 20 px do not divide into patches of 8 px"),
         ({"image_sizes": (16, 20, 32), "method": "mocov3"}, "images of 20 px do not divide"),
         ({"local_crops": 1, "local_size": 20, "method": "mocov3"}, "images of 20 px do not divide"),
+        ({"model": "deit3_small_patch16_224", "image_size": 40}, "images of 40 px do not divide into patches of 16 px"),
         ({"image_sizes": (16, 64)}, "image_sizes has 64; the model takes images of 32 px at most"),
         ({"image_sizes": (24, 32), "mix_blocks": (2, 1)}, "mix_blocks has 2; the 3 × 3 patches of images of 24 px"),
         ({"mix_blocks": (4, 2, 1)}, "num_mix has 2; images of 32 px have 1 blocks to mix"),
@@ -28,6 +29,11 @@ from patchmix.recipes import fast
 def test_sizes_that_do_not_fit_are_refused_before_the_training(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_method(fast().replace(**changes))
+
+
+def test_the_area_of_local_crops_is_named_in_full() -> None:
+    with pytest.raises(ValueError, match=r"^local_area is \(0.5, 1.5\)"):
+        build_views(ViewsConfig(local_area=(0.5, 1.5)), 32)
 
 
 def test_stages_are_checked_in_the_order_they_take() -> None:

@@ -107,7 +107,7 @@ def check_sizes(config: Config, encoder: VisionTransformer) -> None:
     """A ValueError if the images of any stage do not fit the patches, or what PatchMix makes of them."""
     patch, side, options = patch_size_of(encoder), encoder.patch_embed.img_size[0], config.method.options
     crops = [config.views.local_size] * min(1, config.views.local_crops)
-    for size in (*config.train.image_sizes, *crops):
+    for size in (side, *config.train.image_sizes, *crops):
         if size % patch:
             raise ValueError(f"images of {size} px do not divide into patches of {patch} px; use multiples of {patch}")
     if max(config.train.image_sizes, default=0) > side:
@@ -163,7 +163,10 @@ def build_views(views: ViewsConfig, image_size: int) -> list[View]:
     names = ("ratio", "flip", "jitter", "brightness", "contrast", "saturation", "hue", "gray", "sigma")
     same: dict[str, Any] = {name: getattr(views, name) for name in names}
     two = [View(image_size, views.area, blur=views.blur[i], solarize=views.solarize[i], **same) for i in (0, 1)]
-    local = View(views.local_size, views.local_area, blur=0.5, solarize=0.0, **same)
+    try:
+        local = View(views.local_size, views.local_area, blur=0.5, solarize=0.0, **same)
+    except ValueError as error:  # its area: the rest is that of both views
+        raise ValueError(f"local_{error}") from None
     return [*two, *[local] * views.local_crops]
 
 
