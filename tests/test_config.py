@@ -57,7 +57,7 @@ def test_another_method_starts_from_its_own_defaults() -> None:
         ({"num_mix": "many"}, "method.num_mix is 'many'; it must be a valid integer.* or a valid tuple"),
         ({"mixed_query": 3}, "method.mixed_query is 3; it must be 1 or 2"),
         ({"method": "moco3"}, "unknown method 'moco3'; did you mean 'mocov3'"),
-        ({"method": "mocov3", "num_mix": 2}, "unknown setting 'num_mix'"),
+        ({"method": "mocov3", "num_mix": 2}, "unknown setting 'num_mix'; it belongs to method patchmix"),
     ],
 )
 def test_bad_settings_say_what_is_wrong(setting: dict[str, Any], message: str) -> None:

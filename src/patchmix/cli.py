@@ -214,7 +214,7 @@ def overview(prefix: str = "") -> str:
     usage = f"usage: patchmix {prefix}COMMAND [OPTIONS]     (patchmix {prefix}COMMAND --help lists the options)"
     everywhere = [f"  {option:<16} {text}" for option, text in OUTPUT_OPTIONS.items()]
     more = ["  --version        Print the versions of patchmix, torch, timm and CUDA."]
-    more += ["  --print-completion {bash,zsh,fish}"]
+    more += ["  --print-completion {bash,zsh,fish}  Print a script that completes commands and options."]
     return "\n".join([usage, "", title, "", *chosen, "", "options of every command:", *everywhere, "", "also:", *more])
 
 
@@ -317,9 +317,10 @@ def _tyro(cls: Any, args: list[str], prog: str, default: Any = None) -> Any:
             raise
         title, _, text = re.sub(r"[─-╿]|-{5,}", " ", errors.getvalue()).strip().partition("\n")
         text = " ".join(text.split()) or title
-        if unknown := re.search(r"Unrecognized options: --([\w-]+)", text):
-            known = option_names(plain, None if default is None else default.run)
-            check_known(f"--{unknown[1]}", [f"--{name.replace('_', '-')}" for name in known], "option")
+        if unknown := re.search(r"Unrecognized options: (--[\w-]+)", text):
+            names = option_names(plain, None if default is None else default.run)
+            known = [f"--{name.replace('_', '-')}" for name in names]
+            check_known(unknown[1], known, "option", otherwise=f"{prog} --help lists the options")
         if missing := re.search(r"Missing from [^:]+: (\S+)", text):
             raise ValueError(f"{missing[1]} is missing; {prog} --help lists the options") from None
         if "'run.data.path'" in text:

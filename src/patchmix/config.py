@@ -349,7 +349,7 @@ def validate(cls: type[S], values: Mapping[str, Any]) -> S:
             raise ValueError(f"{key} is missing; give it as {key}=…") from None
         rules = dict.fromkeys(each["msg"] for each in (first, *others) if _key(values, each["loc"]) == key)
         rule = " or ".join(text.removeprefix("Input should be ") for text in rules)
-        hint = did_you_mean(first["input"], re.findall(r"'([^']+)'", rule))
+        hint = did_you_mean(first["input"], re.findall(r"'([^']+)'", rule), least=0.4)
         raise ValueError(f"{key} is {first['input']!r}; it must be {rule}{hint and f'; {hint}'}") from None
 
 
@@ -370,19 +370,28 @@ def _key(values: Any, location: Iterable[int | str]) -> str:
     return ".".join(name for name in names if name != "options")
 
 
-def check_known(key: str, known: Iterable[str], kind: str) -> None:
-    """A ValueError that names the nearest right key, if `key` is not a known one."""
+def check_known(key: str, known: Iterable[str], kind: str, otherwise: str = "") -> None:
+    """A ValueError that says where `key` belongs or names the nearest right key, if it is not a known one."""
     known = list(known)
     if key not in known:
-        hint = did_you_mean(key, known) or f"known: {', '.join(known)}"
+        elsewhere = _methods_with(key) if {"method", "--method"} & set(known) else ""
+        hint = elsewhere or did_you_mean(key, known) or otherwise or f"known: {', '.join(known)}"
         raise ValueError(f"unknown {kind} {key!r}; {hint}")
 
 
-def did_you_mean(value: Any, known: Sequence[str]) -> str:
-    """A question that names the nearest of the known values; empty where none is near."""
-    near = [name for name in known if str(value).strip("-") in re.split("[-_]", name)]
-    near = near or difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
-    return f"did you mean {near[0]!r}?" if near else ""
+def _methods_with(option: str) -> str:
+    """A hint that names the methods with this option; empty where there are none."""
+    name, methods = option.strip("-").replace("-", "_"), METHOD_OPTIONS | DISTILLATION
+    found = [method for method, options in methods.items() if name in options.__dataclass_fields__]
+    return f"it belongs to method {' or '.join(found)}" if found else ""
+
+
+def did_you_mean(value: Any, known: Sequence[str], least: float = 0.6) -> str:
+    """A question that names the nearest of the known values; empty where none is as similar as `least` (0 … 1)."""
+    text, names = str(value).strip("-"), {name.strip("-"): name for name in known}
+    near = [name for name in names if text in re.split("[-_]", name)]
+    near = near or difflib.get_close_matches(text, names, n=1, cutoff=least)
+    return f"did you mean {names[near[0]]!r}?" if near else ""
 
 
 def _check_keys(values: Any, known: Mapping[str, Any], path: str = "") -> None:
