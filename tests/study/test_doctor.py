@@ -211,6 +211,10 @@ def test_a_run_without_labels_is_judged_by_lidar_or_rank(tmp_path: Path) -> None
         "LiDAR 30.0; twice the training would give about +10.4 (± 0.6)" in rising.found
         and "--epochs 600" in rising.remedy
     )
+    early = write_run(tmp_path / "early", until=0.001, knn=None, lidar=None, rank=None, mean_cosine=None)
+    text = (early / "metrics.jsonl").read_text().replace('"epoch": 0.001', '"epoch": 2.0')  # of 2,000 epochs
+    (early / "metrics.jsonl").write_text(text)
+    assert one(examine_run(early), "trend").found.endswith("--monitor-every 100 gives 20")
     older = write_run(tmp_path / "b", knn=None, lidar=None, rank=lambda p: 30 - 15 * p)
     assert one(examine_run(older), "trend").verdict == "ok", "the rank of good runs falls, too"
 

@@ -160,6 +160,7 @@ def test_mistakes_are_named() -> None:
         ({"gpus": "8xA100"}, "A100-"),
         ({"gpus": "0xA100-80GB"}, "--gpus 0xA100-80GB are none; give at least one, such as 1xA100-80GB"),
         ({"gpus": None}, "which hardware"),
+        ({"gpus": "8xA100-80GB", "here": True}, "--gpus and --here both give the hardware"),
         ({"model": "same"}, "recipe adapt takes its model from the weights; add --model"),
         ({"gpus": "3xL4-24GB"}, "batch size 1024"),
         ({"data": "photos"}, "--images"),
@@ -174,6 +175,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--recipe", "demo", "--here", "--epochs", "1", *small])
     out = capsys.readouterr().out
     assert "here (cpu)" in out and "measured by a step" in out
+    assert "h at the measured speed" in out and "% of the peak" not in out
 
 
 def test_the_tables_of_the_docs_are_what_the_command_says() -> None:

@@ -231,7 +231,7 @@ def trend(config: Config, steps: Rows, evaluations: Rows) -> Iterator[Finding]:
     if len(later) < LEAST_EVALUATIONS:
         every = steps[-1]["epoch"] / max(steps[-1]["progress"], 1e-9) / 20
         few = f"too few evaluations to see a trend ({len(trained)})"
-        yield Finding("trend", f"{few}; --monitor-every {every:.2g} gives 20")
+        yield Finding("trend", f"{few}; --monitor-every {every:.3g} gives 20")
         return
     values = [factor * row[key] for row in later]
     (gain, _), covariance = np.polyfit(np.log2([row["step"] for row in later]), values, 1, cov=True)

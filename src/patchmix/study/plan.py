@@ -73,12 +73,13 @@ def plan(settings: Plan[Any], console: Console | None = None) -> dict[str, Any]:
         return ", ".join(f"{name} {gb(size)}" for name, size in sizes.items() if size)
 
     plain, recomputing = found["memory"], found["memory_recomputing"]
+    speed = "the measured speed" if settings.here else f"{100 * found['utilization']:.0f} % of the peak"
     title = f"{found['method']}, {found['model']}: {found['devices']} × {found['hardware']}"
     table = Table(title=title, box=None, show_header=False)
     rows = {
         "training": f"{found['images']:,} images × {found['epochs']:g} epochs, batch {found['batch_size']}",
         "FLOPs": f"{found['flops']:.3g} ({found['flops_per_image'] / 1e9:.1f} G per image)",
-        "time": f"{found['hours']:,.1f} h at {100 * found['utilization']:.0f} % of the peak",
+        "time": f"{found['hours']:,.1f} h at {speed}",
         "energy": f"{found['kwh']:,.0f} kWh at full power" if found["kwh"] else "–",
         "memory per device": f"{gb(sum(plain.values()))} ({parts(plain)})",
         "with --recompute": f"{gb(sum(recomputing.values()))} ({parts(recomputing)})",
@@ -178,6 +179,8 @@ def hardware_of(settings: Plan[Any]) -> tuple[int, Hardware]:
     count, name = 1, settings.gpus
     if name and (found := re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", name)):
         count, name = int(found[1]), found[2]
+    if name and settings.here:
+        raise ValueError("--gpus and --here both give the hardware; give one of them")
     if count < 1:
         raise ValueError(f"--gpus {settings.gpus} are none; give at least one, such as 1x{name}")
     if name:
