@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,13 @@ def test_without_a_test_split_one_is_left_out(backbone: Backbone, class_folder: 
     assert result.top1 == 1.0
     with pytest.raises(ValueError, match=re.escape("k is 12, but only 11")):
         knn.knn(Knn("", str(class_folder), k=(12,)), backbone)
+
+
+def test_the_result_names_the_split_that_was_tested(backbone: Backbone, class_folder: Path, tmp_path: Path) -> None:
+    for split in ("train", "val", "test"):
+        shutil.copytree(class_folder, tmp_path / "data" / split)
+    result = knn.knn(Knn("", str(tmp_path / "data")), backbone)
+    assert result.settings["test"] == f"{tmp_path / 'data'} (val)"
 
 
 def test_every_block_in_one_pass(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:

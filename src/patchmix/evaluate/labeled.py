@@ -60,7 +60,7 @@ def open_labeled(data: str | Path, *, many_passes: bool = False, in_chans: int =
             )
     if train.classes is not None:
         classes = max(classes, len(train.classes))
-    return Labeled(train, test, classes)
+    return Labeled(train, test, classes, "" if test is None else test.name)
 
 
 def held_out(labels: Labels, share: float) -> npt.NDArray[np.bool_]:
