@@ -155,6 +155,7 @@ def test_mistakes_in_names(hub: Hub) -> None:
         "timm:vit_smal_patch16_224": r"timm has no model vit_smal_patch16_224; did you mean timm:vit_small_patch16_224",
         "timm:vit_small_patch16_224.dinx": r"timm has no weights vit_small_patch16_224\.dinx; it has .*dino",
         "timm:vit_tiny_patch4_32": r"timm has no model vit_tiny_patch4_32",
+        "timm:nope": r"timm has no model nope; timm\.list_models\(\) lists them$",
         "timm:vit_base_patch16_gap_224": r"no pretrained weights \(random:vit_base_patch16_gap_224",
         "random:vit_smal_patch16_224": r"neither vit_.*nor a timm model",
         "hf://nobody/nothing": r"nobody/nothing is not on the hub, or private",

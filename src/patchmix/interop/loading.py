@@ -154,8 +154,8 @@ def _timm_model(name: str) -> Backbone:
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
         near = difflib.get_close_matches(architecture, timm.list_models(), n=1)
-        hint = f"did you mean timm:{near[0]}? " if near else ""
-        raise ValueError(f"timm has no model {architecture}; {hint}A random network is random:{architecture}")
+        hint = f"did you mean timm:{near[0]}?" if near else "timm.list_models() lists them"
+        raise ValueError(f"timm has no model {architecture}; {hint}")
     try:
         cfg = timm.get_pretrained_cfg(name)
     except RuntimeError:
