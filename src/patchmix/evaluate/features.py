@@ -213,8 +213,8 @@ def pooled_all(encoder: nn.Module, images: Tensor, pools: Sequence[str]) -> dict
     last, outputs = vit.forward_intermediates(images, indices=[block - 1 for block in wanted], **how)
     after = dict(zip(wanted, outputs, strict=True))
     for pool, block in blocks.items():
-        # Patch tokens (N, T, D) and prefix tokens (N, …, D), where there are some.
-        patches, prefix = after[block] if vit.num_prefix_tokens else (after[block], None)
+        # Patch tokens (N, T, D) and prefix tokens (N, …, D), of which there may be none.
+        patches, prefix = after[block] if vit.num_prefix_tokens else (after[block], after[block][:, :0])
         if pool == "token":
             found[pool] = vit.forward_head(last)
         else:

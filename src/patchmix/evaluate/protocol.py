@@ -69,7 +69,7 @@ class Task:
         self, protocol: str, method: "SupervisedMethod", transform: Any, settings: Values, **options: Any
     ) -> tuple[dict[str, float], Path | None]:
         """`fit` on the training part. With the same settings, weights and data, it continues where it was stopped."""
-        whose = {"weights": self.digest, "architecture": repr(self.backbone.architecture)}
+        whose: Values = {"weights": self.digest, "architecture": repr(self.backbone.architecture)}
         whose |= {"mean": self.backbone.mean, "std": self.backbone.std}
         identity = {"settings": settings, **whose, "data": self.data.fingerprint()}
         usual: Values = {"prepare": self.prepare, "identity": identity}
