@@ -1,8 +1,8 @@
 """Draws the pictures of README and docs: `make figures RUN=runs/fast PHOTOS=clothing`.
 
 The photos must be free to show; those in the repository are of a clothing set under CC0. The comparisons of PatchMix
-and MoCo v3 are drawn from docs/results/runs.csv, the one by views also printed; the run's predictions are of its
-test images.
+and MoCo v3 and the parts of `fast` are drawn from docs/results/runs.csv, some also printed as rows of a table; the
+run's predictions are of its test images.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -47,6 +48,15 @@ TIMES = {  # minutes on one core: group and name of the trainings, a mark for ea
     "MoCo v3, paper": {20: ("speed", "mocov3, own settings")},
     "PatchMix, official": {20: ("speed", "official")},
 }
+
+
+class Part(NamedTuple):
+    """A row of the table of what each part of `fast` gives."""
+
+    label: str
+    knn: dict[str, float]  # by seed
+    images: list[int]  # seen in the training
+    gains: list[float]  # kNN minus that of `fast` with the same seed
 
 
 def read_runs() -> list[dict[str, str]]:
@@ -104,6 +114,68 @@ def show_views() -> None:
     write({IMAGES / "views.png": figure})
 
 
+def read_parts() -> dict[str, Part]:
+    """`fast` and its changes, from the greatest loss to the greatest gain."""
+    runs = [run for run in read_runs() if run["group"] == "without"]
+    parts: dict[str, Part] = {}
+    for run in runs:
+        name, flags = run["name"].replace("mocov3", "MoCo v3"), run["settings"]
+        label = name if "MoCo v3" in name or not flags else f"{name} (`{flags}`)"
+        part = parts.setdefault(name, Part(label, {}, [], []))
+        part.knn[run["seed"]] = float(run["knn"])
+        part.images.append(int(run["images"]))
+    fast = parts["fast"].knn
+    for part in parts.values():
+        part.gains.extend(knn - fast[seed] for seed, knn in part.knn.items())
+    return dict(sorted(parts.items(), key=lambda item: statistics.mean(item[1].gains)))
+
+
+def table_of_parts(parts: dict[str, Part]) -> list[str]:
+    """The rows of the table in docs/results.md."""
+    lines = []
+    for part in parts.values():
+        gain = f"{statistics.mean(part.gains):+.1f}".replace("-", "−")
+        if len(part.gains) > 2:
+            interval = over_seeds(part.gains)
+            gain += f" ± {interval.high - interval.mean:.1f}"
+        cells = [part.label, len(part.knn), f"{statistics.mean(part.images):,.0f}"]
+        cells += [f"{statistics.mean(part.knn.values()):.1f}", "" if part.label == "fast" else gain]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def table_of_mixes() -> list[str]:
+    """Likewise, of mixes: images seen, and kNN by learning rate; the best first."""
+    found: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for run in read_runs():
+        if run["group"] == "mixes":
+            found[run["name"].split(", ")[1]].append(run)
+    rows = []
+    for mix, runs in found.items():
+        knn = [f"{float(run['knn']):.1f}" for run in sorted(runs, key=lambda run: run["name"])]
+        images = statistics.mean(int(run["images"]) for run in runs)
+        rows.append((max(knn), f"| `{mix}` | {images:,.0f} | {' | '.join(knn)} |"))
+    return [line for _, line in sorted(rows, reverse=True)]
+
+
+@style()
+def show_parts() -> None:
+    """What each change of `fast` gives, a mark for each seed."""
+    parts = read_parts()
+    print(*table_of_parts(parts), *table_of_mixes(), sep="\n")
+    names = [name for name in parts if name != "fast"]
+    figure = Figure(figsize=(7.0, 0.8 + 0.2 * len(names)))
+    axis = figure.subplots()
+    for height, name in enumerate(names):
+        gains = parts[name].gains
+        axis.plot(gains, [height] * len(gains), "o", color=COLORS["MoCo v3" in name], markersize=4)
+        axis.plot(statistics.mean(gains), height, "|", color=COLORS["MoCo v3" in name], markersize=10)
+    axis.axvline(0.0, color="gray", linewidth=1)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xlabel("kNN in %, difference from fast with the same seed")
+    write({IMAGES / "parts.png": figure})
+
+
 @style()
 @torch.no_grad()
 def show_predictions(run: Run) -> None:
@@ -156,6 +228,7 @@ def show_losses(run: Path) -> None:
 def main(run: Path, photos: str) -> None:
     show_views()
     show_times()
+    show_parts()
     show_mix(ShowMix(photos, IMAGES / "mix.png", num_mix=3, patch_size=16, size=96, images=6, seed=3))
     show_losses(run)
     show_predictions(Run(run))

@@ -14,16 +14,20 @@ import pytest
 from patchmix.cli import parse
 from patchmix.settings import Pretrain
 
-SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "results" / "experiments.py"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-@pytest.fixture(scope="module")
-def experiments() -> Any:
-    spec = importlib.util.spec_from_file_location("experiments", SCRIPT)
+def script(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def experiments() -> Any:
+    return script(DOCS / "results" / "experiments.py")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,14 @@ def test_parts_of_the_training_images(experiments: Any, tmp_path: Path) -> None:
     one_thousand = Path(experiments.repeated(tmp_path / "parts" / "data-1000-test")) / "train.parquet"
     assert pq.read_table(one_thousand)["label"].to_pylist() == list(range(1_000)) * 20
     assert labels("views") == [list(range(50_000)), list(range(-9, 0))]
+
+
+def test_tables_of_the_results_follow_from_the_log() -> None:
+    page, figures = (DOCS / "results.md").read_text(encoding="utf-8"), script(DOCS / "figures.py")
+    parts = figures.table_of_parts(figures.read_parts())
+    assert len(parts) > 20
+    for rows in (parts, figures.table_of_mixes()):
+        assert "\n".join(rows) in page
 
 
 @pytest.mark.slow
