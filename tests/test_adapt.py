@@ -22,6 +22,7 @@ from patchmix.evaluate.monitor import FEWEST_KEPT, Guard, guard_verdict
 from patchmix.interop.backbone import fitted
 from patchmix.interop.loading import load_backbone
 from patchmix.nn.vit import create_encoder
+from patchmix.progress import OUTPUT
 from patchmix.report.page import read_record, verdict
 from patchmix.train.checkpoint import load_checkpoint
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
@@ -213,10 +214,13 @@ def test_the_best_weights_follow_into_another_folder(
 
 
 def test_pretrain_says_where_the_weights_expect_another_normalization(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"model": "same", "recipe": "demo", "epochs": 0.5, "init_from": str(trained_run)}
     patchmix.pretrain("shapes:64", tmp_path / "a", **SMALL | sizes)
+    assert "warning: the weights expect mean (0.4, 0.5, 0.6), std" in capsys.readouterr().out
+    monkeypatch.setenv(OUTPUT, "quiet")
+    patchmix.pretrain("shapes:64", tmp_path / "b", **SMALL | sizes)
     assert "warning: the weights expect mean (0.4, 0.5, 0.6), std" in capsys.readouterr().out
 
 

@@ -63,6 +63,28 @@ def test_the_others_do_not_hang(signum: signal.Signals, reason: str, tmp_path: P
         second.communicate()
 
 
+def test_processes_that_see_other_data_are_refused(tmp_path: Path) -> None:
+    """Each node has a disk of its own, where one has to be shared."""
+    common = os.environ | {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    common[distributed.RENDEZVOUS] = (tmp_path / "store").as_uri()
+    options = ["--recipe", "demo", "--device", "cpu", "--workers", "0", "--timeout-minutes", "1"]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "patchmix", "pretrain", data, "--out", "run", *options],
+            cwd=tmp_path,
+            env=common | {"RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, data in (("0", "shapes:300"), ("1", "shapes:301"))
+    ]
+    for process in both:
+        _, output = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert "see different checkpoints in run, or different data; use a file system that all share" in output
+
+
 def test_only_rank_0_is_the_main_one_outside_of_the_group_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert distributed.is_main()

@@ -31,7 +31,7 @@ from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import TRACKERS, BadSamples, RunLog
 from patchmix.train.loop import train
-from patchmix.train.watch import NonFiniteLoss
+from patchmix.train.watch import Interrupted, NonFiniteLoss
 
 
 class Run:
@@ -96,6 +96,11 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
             raise ValueError(
                 f"{source.name} is not the data that the checkpoint was trained on; resume with the same data"
             )
+        found = [0 if state is None else state["step"], source.fingerprint()]
+        if any(other != found for other in distributed.gather_json(found, device)):
+            raise ValueError(
+                f"the processes see different checkpoints in {out}, or different data; use a file system that all share"
+            )
         method = build.build_method(config, None if start is None else start.weights)
         encoder: Any = method.encoder
         architecture = Architecture.of(config.model.name, encoder)
@@ -133,7 +138,8 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
             if config.model.in_chans not in (1, 3):
                 log.say(f"{config.model.in_chans} channels: views have brightness, contrast and blur, no colors")
             if start is not None and (start.mean, start.std) != (config.views.mean, config.views.std):
-                log.say(f"warning: the weights expect mean {start.mean}, std {start.std}; add --mean and --std")
+                expected = f"mean {start.mean}, std {start.std}"
+                log.say(f"warning: the weights expect {expected}; add --mean and --std", style="yellow")
             normal = "a loss is normal between its floor and its chance level; both are in metrics.jsonl"
             log.say(normal if state is None else f"continuing at step {state['step']}")
             train(
@@ -153,6 +159,10 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
             )
             if main:
                 _finish(out, checkpoints, guard, log, save)
+        except Interrupted as error:
+            if resume is None:  # who has resumed before knows how
+                error.args = (f"{error}; continue with --resume auto",)
+            raise
         except NonFiniteLoss as error:
             kept = checkpoints.last
             where = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
@@ -171,14 +181,16 @@ def _warning(guard: Guard | None, step: int, values: dict[str, float]) -> str | 
 
 def _find_checkpoint(config: Config, out: Path, resume: str | Path | None) -> dict[str, Any] | None:
     """The state to continue from, after checking that it belongs to this configuration."""
-    last = Checkpoints(out / "checkpoints").last
-    if resume is None:
-        if last is not None or (out / "encoder.safetensors").exists():
-            raise ValueError(f"{out} already holds a run; continue it with --resume auto, or choose another --out")
-        return None
-    path = last if str(resume) == "auto" else Path(resume)
+    path = Checkpoints(out / "checkpoints").last
+    finished = (out / "encoder.safetensors").exists()
+    if resume is None and (path is not None or finished):
+        raise ValueError(f"{out} already holds a run; continue it with --resume auto, or choose another --out")
+    if resume is not None and str(resume) != "auto":
+        path = Path(resume)
+    if path is None and finished:
+        raise ValueError(f"{out} holds a finished run without its checkpoints; choose another --out")
     if path is None:
-        return None  # killed before its first checkpoint: begin again
+        return None  # a new run, or one killed before its first checkpoint
     state = load_checkpoint(path)
     saved = from_dict(state["config"])
     changed = differences(saved, completed(config, saved))
@@ -229,6 +241,8 @@ def _finish(
     else:
         save(path, step)
     log.say(f"encoder: {path}")
+    if step == 0:
+        log.say("warning: the budget ended before the first step: the encoder is untrained", style="bold red")
     if verdict is not None:
         log.say(f"warning: {verdict}", style="bold red")
 

@@ -179,6 +179,12 @@ def test_transparent_pixels_are_white_in_files_and_in_pictures(backbone: Backbon
     torch.testing.assert_close(backbone.embed([picture]), backbone.embed([tmp_path / "a.png"]))
 
 
+def test_pictures_of_16_bits_keep_their_depth(backbone: Backbone, tmp_path: Path) -> None:
+    deep = np.random.default_rng(0).integers(0, 1 << 16, (16, 16), dtype=np.uint16)
+    Image.fromarray(deep).save(tmp_path / "a.png")
+    assert torch.equal(backbone.embed([Image.open(tmp_path / "a.png")]), backbone.embed([tmp_path / "a.png"]))
+
+
 def test_resized_on_the_shorter_side_and_cropped_centrally(backbone: Backbone) -> None:
     wide = torch.rand(2, 3, 40, 100)
     wide[:, :, :, :47], wide[:, :, :, 47:52] = 0, 1  # a hard edge, where cubic interpolation overshoots

@@ -82,6 +82,14 @@ def test_a_run_that_is_unfinished_or_collapsed_is_marked(run: Path, tmp_path: Pa
     text, fine = verdict(read_record(going))
     assert text.startswith("unfinished, at epoch 1.5 of 2, kNN ") and "collapsing: effective rank 1.2" in text
     assert not fine
+    record = read_record(going)
+    assert record.config is not None
+    rows = [
+        {"kind": "monitor", "step": 0, "epoch": 0.0, "rank": 1.2, "knn": 0.1},
+        {"kind": "train", "step": 5, "epoch": 0.5},
+    ]
+    begun = replace(record, config=record.config.replace(budget="1h"), history=replace(record.history, rows=rows))
+    assert verdict(begun)[0] == "unfinished, at epoch 0.5, kNN not measured, collapse not checked"  # 0 is untrained
     shutil.rmtree(going / "checkpoints")
     written = report(Report((going,), tmp_path / "g.html", device="cpu")).read_text()  # no encoder yet: curves only
     assert "explorer-here" not in written.split("<script")[0] and "curves-here" in written
@@ -92,7 +100,8 @@ def test_the_runs_own_mix_is_drawn(run: Path) -> None:
     assert record.config is not None and record.backbone is not None
     encoders = [record.backbone]
     gallery = load_gallery(encoders, "shapes:64", 12, device="cpu")
-    for mix, title in (("patchmix", "PatchMix of 2 images: "), ("mixup", "Mixup: ")):
+    titles = {"patchmix": "PatchMix of 2 images: ", "mixup": "Mixup: ", "cutmix+mixup": ("CutMix: ", "Mixup: ")}
+    for mix, title in titles.items():
         mixed = replace(record, config=record.config.replace(mix=mix))
         assert page.figures(gallery, [mixed], encoders)["mixing"].get_suptitle().startswith(title)
 

@@ -71,6 +71,13 @@ def test_the_command_measures_a_model(method: str, capsys: pytest.CaptureFixture
     assert 0 <= summary["loader_wait"] <= 1 and 0 < summary["ceiling_share"]["median"] < 1
 
 
+def test_the_share_of_the_ceiling_has_the_cost_of_the_measured_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
+    monkeypatch.setattr(bench, "config_flops", lambda config, **how: given.update(how))
+    main(["bench", "shapes:32", "--recipe", "demo", "--batch-size", "8", "--workers", "0", "--steps", "1", *SMALL])
+    assert given["at"] == bench.PROGRESS
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler: install g++")
 def test_the_time_of_compiling_is_reported_apart(capsys: pytest.CaptureFixture[str]) -> None:

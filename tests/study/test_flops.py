@@ -221,6 +221,8 @@ def test_a_runs_cost_is_that_of_its_stages() -> None:
     assert small is not None and full is not None and half == pytest.approx((small + full) / 2)
     budget = config_flops(config.replace(image_sizes=(16, 32), budget="1h"))  # more images where they are small
     assert budget == pytest.approx(2 / (1 / small + 1 / full))
+    at_first, at_last = (config_flops(config.replace(image_sizes=(16, 32)), at=progress) for progress in (0.0, 1.0))
+    assert (at_first, at_last) == (small, full)
     dropped, always = (config_flops(config.replace(token_dropout=share)) for share in ((0.5, 0.0), (0.25, 0.25)))
     assert dropped is not None and dropped < full and dropped == pytest.approx(always, rel=0.01)
 

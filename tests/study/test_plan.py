@@ -163,6 +163,10 @@ def test_mistakes_are_named() -> None:
         ({"gpus": "8xA100-80GB", "here": True}, "--gpus and --here both give the hardware"),
         ({"model": "same"}, "recipe adapt takes its model from the weights; add --model"),
         ({"gpus": "3xL4-24GB"}, "batch size 1024"),
+        (
+            {"accumulate": 3},
+            "batch size 1024 does not divide among 8 devices and 3 micro-batches; use --batch-size 1032",
+        ),
         ({"data": "photos"}, "--images"),
     ):
         with pytest.raises(ValueError, match=text):

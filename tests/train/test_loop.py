@@ -236,6 +236,12 @@ def test_the_last_evaluation_ends_within_the_budget(tmp_path: Path, monkeypatch:
     run(Toy(), tmp_path, Slow(), **how, resume_from=state)  # it is done
     assert load_checkpoint(tmp_path / "checkpoints" / "last")["step"] == state["step"]
 
+    with pytest.raises(NonFiniteLoss):
+        run(Toy(poison_at=30), tmp_path / "stopped", Slow(), **how)
+    state, began = load_checkpoint(tmp_path / "stopped" / "checkpoints" / "last"), clock.now
+    run(Toy(), tmp_path / "stopped", Slow(), **how, resume_from=state)
+    assert 1.46 <= state["seconds"] + clock.now - began <= 1.5 + 1e-6
+
 
 def test_every_pass_draws_its_own_numbers() -> None:
     method = Toy()

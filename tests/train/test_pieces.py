@@ -123,6 +123,13 @@ def test_checkpoints_keep_the_newest_and_last_points_to_it(tmp_path: Path) -> No
     assert not list(tmp_path.glob(".*"))
 
 
+def test_checkpoints_need_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=PermissionError(1, "Operation not permitted")))  # exFAT
+    for step in (5, 10):
+        Checkpoints(tmp_path).save({"step": step, "method": {}}, step)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000010.pt"]
+
+
 def test_a_run_that_goes_back_replaces_its_later_checkpoints(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
         Checkpoints(tmp_path, keep=8).save({"step": step, "method": {}}, step)

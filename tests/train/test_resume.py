@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_signals_write_a_checkpoint_and_end_the_run(undisturbed: Path, tmp_path:
     process.send_signal(signum)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
-    assert "its checkpoint is written" in output
+    assert "its checkpoint is written; continue with --resume auto" in output
     assert "Traceback" not in output
     stopped_at = load_checkpoint(out / "checkpoints" / "last")["step"]
     assert stopped_at == losses(out)[-1][0]
@@ -132,3 +133,9 @@ def test_refusals(undisturbed: Path, tmp_path: Path) -> None:
     assert changed.returncode == 2
     assert "optim.base_lr: 0.004 → 0.5" in output
     assert "Traceback" not in output
+
+    encoder = shutil.copytree(undisturbed, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    finished = start(encoder, "--workers", "0", "--resume", "auto")
+    output, _ = finished.communicate(timeout=60)
+    assert finished.returncode == 2
+    assert "holds a finished run without its checkpoints; choose another --out" in output

@@ -20,7 +20,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from patchmix.data import IMAGENET_MEAN, IMAGENET_STD
-from patchmix.data.decode import Pixels, as_pixels, pixel_channels, read_image, to_rgb
+from patchmix.data.decode import Pixels, as_pixels, pixel_channels, read_image
+from patchmix.data.python import pixels_of
 from patchmix.data.views import CenterCrop, as_channels, to_float, usual_resize
 from patchmix.device import resolve_device
 from patchmix.files import replacing
@@ -239,7 +240,7 @@ def _pixels(image: AnyImage, channels: int) -> Pixels:
         except OSError as error:
             raise ValueError(f"{image} can't be read ({error.strerror}); give the path of an image") from error
     if isinstance(image, Image.Image):
-        image = to_rgb(image)
+        image = pixels_of(image)
     if isinstance(image, Tensor):
         image = (image.float() if image.is_floating_point() else image).cpu().numpy()
     return as_pixels(np.asarray(image), "an image", channels)

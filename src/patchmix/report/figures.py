@@ -28,7 +28,7 @@ def show_mix(settings: ShowMix) -> list[Path]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         mix = create_mix(settings.mix, patch_size=settings.patch_size, num_mix=settings.num_mix)
-        figure, mixed = mix_figure(images, mix)
+        figure, mixed = mix_figure(images, mix.for_one_step())
     out, targets = settings.out, targets_figure(mixed.share.float())
     return write({out: figure, out.with_name(f"{out.stem}-targets{out.suffix}"): targets})
 

@@ -135,7 +135,9 @@ def read_record(run: str | Path) -> Record:
 
 def verdict(record: Record) -> tuple[str, bool]:
     """Such as "trained 40 epochs, kNN 61.2 % [60.2, 62.1], no collapse", and whether nothing is wrong."""
-    epoch, knn = record.history.last("epoch"), record.history.last("knn")
+    trained_rows = [row for row in record.history.rows if row["step"]]  # an untrained network may look collapsed
+    measured = replace(record.history, rows=trained_rows)
+    epoch, knn = record.history.last("epoch"), measured.last("knn")
     complete = (record.folder / "encoder.safetensors").is_file()
     if epoch is None:
         trained = "no training log"
@@ -144,14 +146,15 @@ def verdict(record: Record) -> tuple[str, bool]:
         trained = f"trained {epochs} epoch{'' if epochs == '1' else 's'}"
     else:
         trained = f"unfinished, at epoch {epoch:.3g}"
-        trained += f" of {record.config.train.epochs:g}" if record.config else ""
+        if record.config and record.config.train.budget is None:
+            trained += f" of {record.config.train.epochs:g}"
     accuracy = "kNN not measured" if knn is None else f"kNN {100 * knn:.1f} % in the training monitor"
     own = [result for result in record.results if result.protocol == "knn" and result.weights != RAW_PIXELS]
     if own:
         shown = ([result for result in own if not result.changed] or own)[-1]  # rather one with the default options
         low, high = shown.interval()
         accuracy = f"{shown.title} {100 * shown.top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
-    health = {key: value for key in ("rank", "mean_cosine") if (value := record.history.last(key)) is not None}
+    health = {key: value for key in ("rank", "mean_cosine") if (value := measured.last(key)) is not None}
     start = {} if record.backbone is None else record.backbone.origin.get("start", {})
     warning = guard_verdict(start) or collapse_warning(health)
     collapse = warning or ("no collapse" if health else "collapse not checked")
@@ -206,9 +209,8 @@ def figures(gallery: Gallery, records: Sequence[Record], encoders: Sequence[Back
     for record in records:
         if record.backbone is not None and record.config is not None and record.config.method.name == "patchmix":
             shape, options = record.backbone.architecture, record.config.method.options
-            num_mix = options.num_mix if isinstance(options.num_mix, int) else options.num_mix[0]
-            generator = torch.Generator().manual_seed(0)
-            mix = create_mix(options.mix, patch_size=shape.patch_size, num_mix=num_mix, generator=generator)
+            how = {"num_mix": options.num_mix, "generator": torch.Generator().manual_seed(0)}
+            mix = create_mix(options.mix, patch_size=shape.patch_size, **how).for_one_step()
             drawn["mixing"], mixed = mix_figure(crop_batch(gallery.source, positions, shape.image_size), mix)
             drawn["targets"] = targets_figure(mixed.share)
             break

@@ -122,7 +122,7 @@ def measure_speed(config: Config, steps: int) -> dict[str, Any]:
             step()
     images = config.train.batch_size
     spread = Spread.of(times["step"])
-    flops = config_flops(config, class_token=False)  # of the plain iteration: work left out is speed
+    flops = config_flops(config, class_token=False, at=PROGRESS)  # of the plain iteration: work left out is speed
     shares = [images * (flops or 0) / t / rate for t, rate in zip(times["step"], times["gemm"], strict=True)]
     gains = [e / t for e, t in zip(times.get("eager", ()), times["step"], strict=False)]
     return {

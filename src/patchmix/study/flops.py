@@ -193,17 +193,18 @@ def method_flops(
     return int(batch * (3 * online + momentum))
 
 
-def config_flops(config: Config, *, class_token: bool = True) -> int | None:
-    """FLOPs of a step per image, with attention, on average over the training; None without a known closed form.
+def config_flops(config: Config, *, class_token: bool = True, at: float | None = None) -> int | None:
+    """FLOPs of a step per image, with attention; None without a known closed form.
 
-    Stages of the training have equally many images, or with a budget equal FLOPs.
+    They are those `at` a progress, by default the average over the training, whose stages have equally many images, or
+    with a budget equal FLOPs.
     """
     how: dict[str, Any] = {"batch": 1, "attention": True, "class_token": class_token}
     how |= {"local_crops": config.views.local_crops, "local_size": config.views.local_size}
     dropout, costs = Linear(*config.train.token_dropout, duration=1.0), []
     try:
         shape, options = shape_of(config.model), asdict(config.method.options)
-        for progress in [(i + 0.5) / 12 for i in range(12)]:
+        for progress in [(i + 0.5) / 12 for i in range(12)] if at is None else [at]:
             size = stage(config.train.image_sizes or (shape.image_size,), progress)
             how["token_dropout"] = dropout(progress)
             costs.append(method_flops(config.method.name, replace(shape, image_size=size), options=options, **how))

@@ -106,10 +106,10 @@ def estimate(settings: Plan[Any]) -> dict[str, Any]:
     images = settings.images or (int(generated[1]) if generated else IMAGES.get(config.data.path))
     if images is None:
         raise ValueError(f"the number of images of {config.data.path!r} is not known here; add --images 1000000")
-    if config.train.batch_size % devices:
-        nearest = max(1, round(config.train.batch_size / devices)) * devices
-        raise ValueError(f"batch size {config.train.batch_size} does not divide among {devices} devices; "
-                         f"use --batch-size {nearest}")  # fmt: skip
+    if config.train.batch_size % (parts := devices * config.train.accumulate):
+        nearest = max(1, round(config.train.batch_size / parts)) * parts
+        raise ValueError(f"batch size {config.train.batch_size} does not divide among {devices} devices and "
+                         f"{config.train.accumulate} micro-batches; use --batch-size {nearest}")  # fmt: skip
     per_image = config_flops(config)
     if per_image is None:
         raise ValueError(f"no closed form is known for {config.method.name} with {config.model.name}")
@@ -198,10 +198,10 @@ def hardware_of(settings: Plan[Any]) -> tuple[int, Hardware]:
 
 def this_machine(settings: Plan[Any]) -> Hardware:
     """The rate of a few steps of the configuration here, as `patchmix bench` measures it."""
-    from patchmix.study.bench import measure_speed
+    from patchmix.study.bench import PROGRESS, measure_speed
 
     config = settings.run.replace(batch_size=min(16, settings.run.train.batch_size), accumulate=1, data="shapes:64")
-    speed, flops = measure_speed(config, steps=1), config_flops(config)
+    speed, flops = measure_speed(config, steps=1), config_flops(config, at=PROGRESS)
     assert flops is not None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     if speed["device"] != "cpu":

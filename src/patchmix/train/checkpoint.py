@@ -3,6 +3,7 @@
 import pickle
 import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ class Checkpoints:
         with writing(path) as file:
             torch.save(state, file)
         link = self.folder / ".last"
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        link.replace(self.folder / "last")
+        with suppress(OSError):  # some file systems have no links, and `last` is for people only
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
+            link.replace(self.folder / "last")
         kept = [path, *sorted(each for each in self.folder.glob("step-*.pt") if each < path)[::-1]][: self.keep]
         for other in set(self.folder.glob("step-*.pt")) - set(kept):
             other.unlink()

@@ -84,6 +84,7 @@ def train(
         step, spent = int(resume_from["step"]), float(resume_from["seconds"])
     total_steps = max(1, round(plan.epochs * loader.steps_per_epoch))
     clock = Clock(total_steps, plan.budget_seconds, first_step=step, spent_before=spent)
+    clock.reserve = float((resume_from or {}).get("reserve", 0.0))  # absent in version 0.1
     meter, watch = Meter(), LossWatch(device)
     module = wrap(method, device, compiled=plan.compile)
     writer = CheckpointWriter(checkpoints if distributed.is_main() else None)
@@ -102,7 +103,8 @@ def train(
     def save() -> None:
         watch.check()
         state = {"method": method.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        writer.save({**state, "seconds": clock.spent(progress), **(extra_state or {})}, step)
+        timing = {"seconds": clock.spent(progress), "reserve": clock.reserve}
+        writer.save({**state, **timing, **(extra_state or {})}, step)
 
     progress = 0.0
     if step == 0:
