@@ -388,6 +388,35 @@ def test_what_is_given_beside_a_config_wins_or_is_refused(tmp_path: Path) -> Non
         parsed("--config", str(tmp_path), "--recipe", "fast")
 
 
+@pytest.mark.parametrize(
+    ("options", "unused"),
+    [
+        ("--mix cutmix --num-mix 2", "num_mix has no effect, because mix is cutmix"),
+        ("--no-momentum-encoder --momentum 0.9", "momentum has no effect, because momentum_encoder is False"),
+        ("--local-size 16", "local_size has no effect, because local_crops is 0"),
+        ("--method sdmp --mix mixup --pasted-area 0 1", "pasted_area has no effect, because mix is mixup"),
+        ("--method swav --queue-start 0.5", "queue_start has no effect, because queue_length is 0"),
+        ("--method mocov3 --momentum 0.9 --local-crops 2 --local-size 16", None),
+        ("--recipe fast --mix cutmix", None),  # fast's own M was not asked for
+        ("--local-size 16 --devices 2", None),  # the first of the two processes tells it
+    ],
+)
+def test_options_without_effect_are_named(
+    options: str, unused: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = f"patchmix: warning: {unused}\n" if unused else ""
+    parse(Pretrain, ["shapes", "--out", "a", *options.split()], "patchmix pretrain")
+    assert capsys.readouterr().err == expected
+    monkeypatch.setenv("RANK", "1")
+    parse(Pretrain, ["shapes", "--out", "a", *options.split()], "patchmix pretrain")
+    assert not capsys.readouterr().err
+
+
+def test_options_without_effect_are_named_in_python(capsys: pytest.CaptureFixture[str]) -> None:
+    from_keywords(Pretrain, "shapes", "a", mix="mixup", mix_blocks=(2, 1))
+    assert "mix_blocks has no effect, because mix is mixup" in capsys.readouterr().err
+
+
 def test_bench_needs_no_data_but_takes_it(tmp_path: Path) -> None:
     def data(*args: str) -> str:
         return parse(Bench, list(args), "patchmix bench").run.data.path

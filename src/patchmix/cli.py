@@ -21,8 +21,18 @@ import tyro
 
 from patchmix import __version__
 from patchmix import settings as s
-from patchmix.config import Config, check_known, check_precision, did_you_mean, flat, from_dict, to_dict, validate
-from patchmix.progress import OUTPUT
+from patchmix.config import (
+    Config,
+    changes,
+    check_known,
+    check_precision,
+    did_you_mean,
+    flat,
+    from_dict,
+    to_dict,
+    validate,
+)
+from patchmix.progress import OUTPUT, warn
 from patchmix.recipes import start
 
 
@@ -68,6 +78,15 @@ VERBS = {
     "demo": Verb(s.Demo, "patchmix.demo:demo", compute=True, alone=True),
 }
 
+
+# Options of a run that have an effect only where another one has certain values.
+NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("num_mix", "num_mix_stages", "mix_blocks"), ("mix", lambda mix: mix == "patchmix")),
+    **dict.fromkeys(("momentum", "momentum_stages", "momentum_update"), ("momentum_encoder", bool)),
+    **dict.fromkeys(("local_size", "local_area"), ("local_crops", bool)),
+    "pasted_area": ("mix", lambda mix: mix in ("resizemix", "all")),
+    "queue_start": ("queue_length", bool),
+}
 
 # What every command takes.
 OUTPUT_OPTIONS = {
@@ -119,7 +138,7 @@ def _run(args: list[str], in_shell: bool) -> None:
 
         check_alone(f"patchmix {name}")
     settings = parse(verb.settings, [word for word in rest if word not in OUTPUT_OPTIONS], prog=f"patchmix {name}")
-    if getattr(settings, "devices", None) and "RANK" not in os.environ:  # the processes that this starts have a rank
+    if _starts_processes(settings):
         from patchmix.launch import launch
 
         sys.exit(launch(args, settings.devices))
@@ -241,7 +260,10 @@ def parse(cls: type[Any], args: list[str], prog: str) -> Any:
     default = cls(run=replace(config, data=data), recipe=config.recipe, **required)
     parsed = _tyro(cls[type(config.method.options)], args, prog, default)
     _check_length(decisive["epochs"], parsed.run.train.budget)
-    return validate(cls, vars(parsed) | {"run": from_dict(to_dict(parsed.run))})
+    run = from_dict(to_dict(parsed.run))
+    if not _starts_processes(parsed):
+        _warn_of_unused(cls, config, run)
+    return validate(cls, vars(parsed) | {"run": run})
 
 
 def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
@@ -269,12 +291,30 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
     decisive = {name: keywords.pop(name) for name in ("data", "model", "method", "epochs") if name in keywords}
     places = {"recipe": own.get("recipe"), "config": Path(own["config"]) if own.get("config") else None}
     _check_length(decisive.get("epochs"), keywords.get("budget"))
-    return validate(cls, {**own, "run": _start(cls, **places, **decisive).replace(**keywords, **options)})
+    config = _start(cls, **places, **decisive)
+    run = config.replace(**keywords, **options)
+    _warn_of_unused(cls, config, run)
+    return validate(cls, {**own, "run": run})
+
+
+def _starts_processes(settings: Any) -> bool:
+    return bool(getattr(settings, "devices", None)) and "RANK" not in os.environ  # those that it starts have a rank
 
 
 def _check_length(epochs: float | None, budget: str | None) -> None:
     if epochs is not None and budget is not None:
         raise ValueError(f"epochs {epochs:g} and budget {budget} both give the length; give one of them")
+
+
+def _warn_of_unused(cls: type[Any], start: Config, run: Config) -> None:
+    """Names the options that were given but that another one leaves without effect."""
+    if cls is s.Ablate or os.environ.get("RANK", "0") != "0":  # rows of an ablation have options of their own
+        return
+    settings = {name: value for name, (_, value) in flat(run).items()}
+    for name in changes(start, run).keys() & NEEDS.keys():
+        other, has_effect = NEEDS[name]
+        if other in settings and not has_effect(settings[other]):
+            warn(f"{name} has no effect, because {other} is {settings[other]}")
 
 
 def takes_run_settings(cls: type[Any]) -> bool:

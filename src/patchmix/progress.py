@@ -23,6 +23,10 @@ def is_verbose() -> bool:
     return os.environ.get(OUTPUT) == "verbose"
 
 
+def warn(text: str) -> None:
+    print(f"patchmix: warning: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+
 def new_bar(console: "Console") -> "Progress":
     """The layout of every bar: how far, time so far and to go, and what it is about."""
     from rich.progress import (

@@ -7,7 +7,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,6 @@ def _open(file: Path) -> Any:
         raise ValueError(f"{str(file)!r} cannot be read as parquet ({reason}); give another file") from error
 
 
-@cache  # asked more than once
 def holds_images(file: str) -> bool:
     """Whether a parquet file has a column of encoded images."""
     schema = _open(Path(file)).schema_arrow

@@ -9,7 +9,6 @@ import itertools
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from fsspec.core import url_to_fs
 from patchmix.data.contract import Split
 from patchmix.data.decode import EXTENSIONS
 from patchmix.files import cache_folder, prune, remove_unfinished, replacing
+from patchmix.progress import warn
 
 TRIES = 4
 PAUSE = 1.0  # seconds before the second try; doubled each time
@@ -117,10 +117,6 @@ def by_split(names: list[str], root: str | None = None) -> dict[Split, list[str]
 def _warn_of_left_out(names: tuple[str, ...], reason: str) -> None:
     more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
     warn(f"left out: {', '.join(names[:_NAMED])}{more}, because {reason}; rename or move them")
-
-
-def warn(text: str) -> None:
-    print(f"patchmix: warning: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
 def expand_braces(pattern: str) -> list[str]:

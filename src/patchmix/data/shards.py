@@ -27,9 +27,9 @@ from safetensors.numpy import save
 
 from patchmix.data.contract import EncodedSource, Groups, Indices, Labels
 from patchmix.data.decode import EXTENSIONS, DecodeError
-from patchmix.data.shard_files import is_remote, open_remote, read_remote, retry, warn
+from patchmix.data.shard_files import is_remote, open_remote, read_remote, retry
 from patchmix.files import cache_folder, writing
-from patchmix.progress import progress_bar
+from patchmix.progress import progress_bar, warn
 
 _VERSION = 1  # of the index
 _BLOCK = 512  # bytes of a tar's header
