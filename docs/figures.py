@@ -56,6 +56,7 @@ class Part(NamedTuple):
     label: str
     knn: dict[str, float]  # by seed
     images: list[int]  # seen in the training
+    tflops: list[float]  # that it took
     gains: list[float]  # kNN minus that of `fast` with the same seed
 
 
@@ -121,9 +122,10 @@ def read_parts() -> dict[str, Part]:
     for run in runs:
         name, flags = run["name"].replace("mocov3", "MoCo v3"), run["settings"]
         label = name if "MoCo v3" in name or not flags else f"{name} (`{flags}`)"
-        part = parts.setdefault(name, Part(label, {}, [], []))
+        part = parts.setdefault(name, Part(label, {}, [], [], []))
         part.knn[run["seed"]] = float(run["knn"])
         part.images.append(int(run["images"]))
+        part.tflops.append(part.images[-1] * float(run["gflops_per_image"]) / 1000)
     fast = parts["fast"].knn
     for part in parts.values():
         part.gains.extend(knn - fast[seed] for seed, knn in part.knn.items())
@@ -134,12 +136,13 @@ def table_of_parts(parts: dict[str, Part]) -> list[str]:
     """The rows of the table in docs/results.md."""
     lines = []
     for part in parts.values():
-        gain = f"{statistics.mean(part.gains):+.1f}".replace("-", "−")
+        gain = f"{round(statistics.mean(part.gains), 1) + 0.0:+.1f}".replace("-", "−")
         if len(part.gains) > 2:
             interval = over_seeds(part.gains)
             gain += f" ± {interval.high - interval.mean:.1f}"
         cells = [part.label, len(part.knn), f"{statistics.mean(part.images):,.0f}"]
-        cells += [f"{statistics.mean(part.knn.values()):.1f}", "" if part.label == "fast" else gain]
+        cells += [f"{statistics.mean(part.tflops):.1f}", f"{statistics.mean(part.knn.values()):.1f}"]
+        cells += ["" if part.label == "fast" else gain]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
