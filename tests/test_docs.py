@@ -40,7 +40,7 @@ from patchmix.data import shapes
 from patchmix.data.sources import open_source
 from patchmix.evaluate import attentive, segment, sweep
 from patchmix.interop.loading import load_backbone
-from patchmix.methods.options import METHOD_OPTIONS
+from patchmix.methods.options import DISTILLATION, METHOD_OPTIONS
 from patchmix.report.ablation_table import rows_of
 from tests.evaluate.detection.conftest import write_split
 from tests.evaluate.test_segment import write_scenes
@@ -284,3 +284,17 @@ def test_the_reference_lists_the_options_of_the_code() -> None:
     rows = re.findall(r"^\| `.*$", page, flags=re.MULTILINE)
     assert len(rows) > 200
     assert not [row for row in rows if not re.search(r"\| [^a-z |][^|]*\. \|$", row)]
+
+
+def test_help_prints_the_texts_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each in one line, if the terminal is wide enough."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    for title, section in re.findall(r"^### ([\w -]+)\n(.*?)(?=^##|\Z)", page, flags=re.MULTILINE | re.DOTALL):
+        method = ["--method", title] if title in METHOD_OPTIONS | DISTILLATION else []
+        run_here([*(title.split()[1:] or ["pretrain", *method]), "--help"])
+        shown = capsys.readouterr().out
+        for text in re.findall(r"\| ([^|]+\.) \|$", section, flags=re.MULTILINE):
+            assert text in shown, f"{title}: {text}"

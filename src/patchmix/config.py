@@ -46,21 +46,21 @@ class DataConfig:
 class ViewsConfig:
     """Augmentation, with torchvision's parameters; pairs of probabilities are for the first and the second view."""
 
-    area: tuple[float, float] = (0.05, 1.0)  # Share of the image that a crop covers.
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # Aspect ratio of a crop.
+    area: tuple[float, float] = (0.05, 1.0)  # Smallest and largest share of the image that a crop covers.
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # Lowest and highest width ÷ height of a crop.
     flip: Fraction = 0.5  # Probability of a horizontal flip.
     jitter: Fraction = 0.8  # Probability of color jitter.
-    brightness: Fraction = 0.4  # Largest change of brightness.
-    contrast: Fraction = 0.4  # Largest change of contrast.
-    saturation: Fraction = 0.2  # Largest change of saturation.
-    hue: Annotated[float, Interval(ge=0, le=0.5)] = 0.1  # Largest change of hue.
+    brightness: Fraction = 0.4  # Brightness changes by a factor in 1 ± this.
+    contrast: Fraction = 0.4  # Contrast changes by a factor in 1 ± this.
+    saturation: Fraction = 0.2  # Saturation changes by a factor in 1 ± this.
+    hue: Annotated[float, Interval(ge=0, le=0.5)] = 0.1  # Largest turn of hue, as a share of the color circle.
     gray: Fraction = 0.2  # Probability of grayscale.
     blur: tuple[Fraction, Fraction] = (1.0, 0.1)  # Probability of Gaussian blur.
-    sigma: tuple[float, float] = (0.1, 2.0)  # Range of the blur's standard deviation.
+    sigma: tuple[float, float] = (0.1, 2.0)  # Range of the blur's standard deviation in pixels.
     solarize: tuple[Fraction, Fraction] = (0.0, 0.2)  # Probability of solarization.
-    local_crops: Annotated[int, Ge(0)] = 0  # Number of small crops (multi-crop).
-    local_size: Count = 96  # Side of the small crops in pixels.
-    local_area: tuple[float, float] = (0.05, 0.35)  # Share of the image that a small crop covers.
+    local_crops: Annotated[int, Ge(0)] = 0  # Number of local crops (multi-crop).
+    local_size: Count = 96  # Side of the local crops in pixels.
+    local_area: tuple[float, float] = (0.05, 0.35)  # Smallest and largest share of the image that a local crop covers.
     mean: tuple[float, ...] = IMAGENET_MEAN
     """Mean per channel, subtracted from the pixels (white is 1); empty for that of the initial weights or the data."""
     std: tuple[Above0, ...] = IMAGENET_STD  # Standard deviation per channel; empty likewise.
@@ -71,8 +71,7 @@ class ModelConfig:
     """The encoder. Sizes follow from the model's name unless they are given."""
 
     name: Annotated[str, arg(name="model")] = "vit_small_patch16_224"
-    """Model: vit_{tiny,small,base}_patchP_S for any patch size P and image size S, any timm ViT, or same for
-    that of the initial weights."""
+    """Any timm ViT, vit_{tiny,small,base}_patchP_S (patch size P, image size S), or same: the initial weights' own."""
     init_from: str | None = None
     """Initial weights: a run, a file, timm:NAME or hf://USER/NAME; resampled to the image size and patch size."""
     freeze_blocks: Annotated[int, Ge(0)] = 0  # Freeze the embedding and this many of the first blocks.
@@ -89,8 +88,7 @@ class ModelConfig:
     initialization: Literal["mocov3", "timm", "mimetic"] = "mocov3"
     """Initialization of the weights; mimetic is mocov3 with attention that starts like a trained one."""
     positions: Literal["learned", "sincos", "fixed-sincos"] | None = None
-    """Position embedding: learned from random values, learned from 2-d sine-cosine, or fixed sine-cosine; by default
-    learned, for mocov3 and sdmp fixed."""
+    """Positions: learned, learned from 2-d sine-cosine, or fixed sine-cosine; by default fixed for mocov3 and sdmp."""
     author_positions: bool = True
     """Resample the positions of local crops as the authors of DINO, iBOT and PatchMix do; otherwise as timm does."""
 
@@ -112,7 +110,7 @@ class OptimConfig:
     """AdamW for all parameters, or Muon for the matrices of the encoder's blocks and AdamW for the rest."""
     base_lr: Above0 = 5e-4  # Learning rate for a batch of 256; it grows in proportion to the batch.
     min_lr: NonNegative = 0.0  # Learning rate at the end.
-    warmup_epochs: NonNegative = 10.0  # Length of the warm-up.
+    warmup_epochs: NonNegative = 10.0  # Epochs of warm-up.
     weight_decay: NonNegative = 0.04  # Weight decay at the start.
     weight_decay_end: NonNegative = 0.4  # Weight decay at the end; cosine in between.
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's betas.
@@ -152,9 +150,9 @@ class RuntimeConfig:
     monitor_bank: Count = 10_000  # Training images of the monitor's kNN.
     monitor_queries: Count = 2_000  # Test images of the monitor's kNN.
     checkpoint_epochs: NonNegative = 1.0  # Epochs between checkpoints.
-    checkpoint_minutes: Above0 = 10.0  # Longest time between checkpoints.
+    checkpoint_minutes: Above0 = 10.0  # Most minutes between checkpoints.
     keep_checkpoints: Count = 1  # Number of checkpoints to keep.
-    timeout_minutes: Above0 = 10.0  # Longest wait for another process.
+    timeout_minutes: Above0 = 10.0  # Most minutes to wait for another process.
     recompute: bool = False
     """Activation checkpointing: less memory, about a third more time; drop path draws other random numbers."""
     compile: bool = False  # Use torch.compile: minutes of warm-up, then faster steps.

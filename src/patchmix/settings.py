@@ -29,7 +29,7 @@ class Pretrain(Generic[Options]):
     recipe: str = "paper"  # Recipe: paper, official, fast or demo; `patchmix recipes` lists them.
     config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
     resume: str | None = None  # Checkpoint to continue from, or auto for the last one in OUT.
-    devices: Count | None = None  # Processes to start on this machine: one per GPU, or sharing the CPU cores.
+    devices: Count | None = None  # Processes on this machine, one per GPU or sharing the CPU cores; by default 1.
     run: RunSettings[Options] = field(default_factory=Config)
 
 
@@ -69,7 +69,7 @@ class Demo:
     """Pre-train a small ViT on generated images, evaluate it and draw figures: minutes on a CPU, no data needed."""
 
     out: Path | None = None  # The run's folder; by default runs/demo-DATE-TIME.
-    budget: str = "3min"  # Training time.
+    budget: str = "3min"  # Training time, such as 90s or 1h; the evaluation comes on top.
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,9 @@ class FewLabels(OfWeights):
     """What evaluations on labeled images take; they can also be done with few labels."""
 
     data: str  # Labeled images: a name, class folders, parquet, or shards.
-    resize: Count | None = None  # Shorter side before the center crop; 36 for CIFAR in the authors' code.
-    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    resize: Count | None = None
+    """Pixels of the shorter side before the center crop; by default the image size, above 64 px 8/7 of it."""
+    encoder: Literal["base", "momentum"] | None = None  # Encoder; by default base for runs, else its project's choice.
     device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
     out: Path | None = None  # Folder for results and trained weights; by default the run's. The same call resumes.
@@ -94,7 +95,7 @@ class Knn(FewLabels):
     """Evaluate an encoder by weighted k-nearest neighbors."""
 
     k: tuple[Count, ...] = ()
-    """Numbers of neighbors; by default 10, 20, 100 and 200 as far as the data allows. The headline is 20."""
+    """Numbers of neighbors; by default 10, 20, 100 and 200 as far as possible. The headline is 20, or the first."""
     layers: tuple[Literal["all"] | Count, ...] = ()  # Blocks whose features are also evaluated, or all; 1 is the first.
     pool: Literal["token", "mean", "pixels"] = "token"
     """The class token, the mean over patch tokens, or for comparison the pixels at 16 × 16 px."""
@@ -113,8 +114,7 @@ class Linear(FewLabels):
     """Learning rate of the paper's protocol for a batch of 256; by default 0.05, 0.02 and 0.01 for ViT-T, -S and -B."""
     batch_size: Count | None = None  # Batch size of the paper's protocol; by default 256 up to 64 px, 1024 above.
     pool: Literal["token", "mean", "attentive", "pixels"] = "token"
-    """The class token or the mean over patch tokens; with the fast protocol also a learned query that attends to the
-    patch tokens (attentive), or for comparison the pixels at 16 × 16 px."""
+    """The class token or the mean of patch tokens; with fast also attentive (a learned query), or 16 × 16 pixels."""
     cache: bool = True  # Keep features on disk and reuse them.
 
 
@@ -159,13 +159,13 @@ class Detect:
     start: Path | None = None  # Detector to start from, with WEIGHTS = scratch.
     train: str = "train2017"  # Training split: a folder of images, with annotations/instances_NAME.json.
     val: str = "val2017"  # Validation split, likewise.
-    image_size: Annotated[int, Ge(32)] = 1024  # Side of the padded input.
+    image_size: Annotated[int, Ge(32)] = 1024  # Side of the padded input in pixels.
     patch_size: Literal[4, 8, 16, 32] | None = None  # Patch size to resample to; by default the encoder's own.
     window: Annotated[int, Ge(0)] = 16  # Attention window in tokens; 0 is attention over the whole image.
     global_blocks: Annotated[int, Ge(0)] = 4  # Blocks at even depths with attention over the whole image.
     channels: Count = 256  # Channels of the pyramid and the heads.
     head_dim: Count = 1024  # Width of the box head.
-    smallest_anchor: Count = 32  # Side of the anchors at stride 4, doubled at each level.
+    smallest_anchor: Count = 32  # Side in pixels of the anchors at stride 4, doubled at each level.
     epochs: Above0 = 100.0  # Passes over the training images.
     batch_size: Count = 64  # Images per optimizer step, over all processes.
     accumulate: Count = 1  # Micro-batches per optimizer step.
@@ -180,7 +180,7 @@ class Detect:
     rois_per_image: Annotated[int, Ge(4)] = 512  # Region proposals per image in training.
     recompute: bool = False  # Activation checkpointing: less memory, about a third more time.
     evaluate_every: NonNegative = 10.0  # Epochs between evaluations; 0 evaluates at the end only.
-    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder; by default base for runs, else its project's choice.
     device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
     seed: int = 0  # Random seed.
@@ -196,7 +196,7 @@ class Segment(OfWeights):
     """Training on random crops and testing on whole images, or both on stored tokens of center crops."""
     finetune: bool = False  # Train the encoder, too.
     blocks: tuple[int, ...] = (-1,)  # Blocks whose patch tokens are concatenated; 0 is the first, -1 the last.
-    image_size: Count | None = None  # Side of training crops and shorter side of test images; by default the encoder's.
+    image_size: Count | None = None  # Pixels of crops and of test images' shorter side; by default the encoder's.
     ignore_index: tuple[int, ...] = (255,)  # Indices in masks that are neither learned nor counted.
     class_names: Path | None = None  # A file with NAME or INDEX NAME in each line.
     test: str | None = None  # Name of the test split; by default val, validation or test.
@@ -206,7 +206,7 @@ class Segment(OfWeights):
     weight_decay: NonNegative = 1e-4  # AdamW's weight decay.
     layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Layer-wise decay of the rate, with --finetune.
     pictures: Annotated[int, Ge(0)] = 8  # Number of test images to draw with truth and prediction.
-    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder; by default base for runs, else its project's choice.
     device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
     seed: int = 0  # Random seed.
@@ -226,7 +226,7 @@ class Evaluate:
     shots: Count = 5  # Labeled images per class of few-shot.
     draws: Count = 5  # Random draws of these images; the result is their mean.
     ignore_index: tuple[int, ...] = (255,)  # Indices in masks that are neither learned nor counted.
-    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder; by default base for runs, else its project's choice.
     device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 0  # Processes that load images.
     seed: int = 0  # Random seed.
@@ -240,8 +240,8 @@ class Embed(OfWeights):
     out: Path  # A .parquet file: path, label (where there is one) and vector of each image.
     split: Literal["train", "test"] = "train"  # Split of DATA.
     pool: Literal["token", "mean"] = "token"  # The class token, or the mean over patch tokens.
-    resize: Count | None = None  # Shorter side before the center crop.
-    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    resize: Count | None = None  # Pixels of the shorter side before the center crop, as for knn.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder; by default base for runs, else its project's choice.
     device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 0  # Processes that load images.
 
@@ -276,11 +276,10 @@ class Import:
     """Checkpoint of the authors' PatchMix, MoCo v3, DINO, DINOv2, DINOv3, iBOT, MAE, timm or torchvision."""
     out: Path  # A folder for encoder.safetensors.
     format: str | None = None
-    """Format: patchmix-authors, mocov3, dino, dinov2, dinov3, ibot, mae, timm or torchvision; by default recognized by
-    its keys."""
-    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    """Format: patchmix-authors, mocov3, dino, dinov2, dinov3, ibot, mae, timm, torchvision; by default recognized."""
+    encoder: Literal["base", "momentum"] | None = None  # Encoder; by default base for runs, else its project's choice.
     heads: Count | None = None  # Number of attention heads, which tensors don't show; needed for unusual widths.
-    image_size: Count | None = None  # Image size; by default that of the position embedding.
+    image_size: Count | None = None  # Image size in pixels; by default that of the position embedding.
     overwrite: bool = False  # Replace the content of OUT.
 
 
@@ -291,7 +290,7 @@ class Export(OfWeights):
     out: Path  # A file, or a folder for huggingface.
     format: Literal["timm", "torchvision", "huggingface", "onnx"] = "timm"  # Format to write.
     license: str | None = None  # License of the weights in the model card, such as cc-by-4.0.
-    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder; by default base for runs, else its project's choice.
     overwrite: bool = False  # Replace an existing file.
 
 
@@ -304,7 +303,7 @@ class Push:
     send: bool = False  # Upload; otherwise nothing leaves this machine.
     private: bool = False  # Make a new repository private.
     license: str | None = None  # License of the weights in the model card, such as cc-by-4.0.
-    encoder: Literal["base", "momentum"] | None = None  # Encoder to use; by default the one its project evaluates.
+    encoder: Literal["base", "momentum"] | None = None  # Encoder; by default base for runs, else its project's choice.
 
 
 @dataclass(frozen=True)
@@ -315,8 +314,8 @@ class ShowMix:
     out: Path = Path("mix.png")  # A .png, .svg or .pdf; the target matrices are written to NAME-targets.
     mix: MixName = "patchmix"  # How images are mixed.
     num_mix: Count = 3  # Images per mix, M.
-    patch_size: Count = 8  # Side of a patch in pixels of the picture.
-    size: Count = 64  # Side of the center crop that is drawn.
+    patch_size: Count = 8  # Side of a patch in pixels.
+    size: Count = 64  # Side in pixels of the center crop that is drawn.
     images: Count = 6  # Number of images of DATA.
     seed: int = 0  # Seed of the mix.
 
@@ -409,8 +408,8 @@ class Flops:
     method: str | None = None  # Method, as for pretrain; by default all.
     model: str | None = None  # Model: vit_{tiny,small,base}_patchP_S; by default the paper's for CIFAR.
     batch: Count = 2  # Images in the iteration; the paper's table has 2.
-    local_crops: Annotated[int, Ge(0)] | None = None  # Small crops for multi-crop.
-    local_size: Count | None = None  # Side of the small crops.
+    local_crops: Annotated[int, Ge(0)] | None = None  # Local crops; by default the paper's for CIFAR, else none.
+    local_size: Count | None = None  # Side of the local crops in pixels.
 
 
 @dataclass(frozen=True)
@@ -445,4 +444,4 @@ class Doctor:
 
     folder: Annotated[Positional[Path | None], arg(name="run", metavar="RUN")] = None
     """The run to examine, finished or not; by default the machine."""
-    runs: Path = Path("runs")  # Folder for runs.
+    runs: Path = Path("runs")  # Folder for runs, whose free space is checked.

@@ -29,8 +29,7 @@ class PatchMixOptions:
     """Weight of region-to-origin: in a mixed image, each original has a class token of its own, a query for its key."""
     mixed_ramp: Fraction = 0.0  # Fraction of the training over which the weights of the mixed terms rise from 0.
     directions: Literal["paper", "shared", "symmetric"] = "paper"
-    """The paper mixes view 1 and contrasts plain queries of view 2 with keys of view 1. With shared, all queries are of
-    view 1 and all keys of view 2, which saves a pass; symmetric adds the opposite of the paper's direction."""
+    """Queries: mixed of view 1, plain of view 2 (paper); all of view 1, a pass less (shared); both ways (symmetric)."""
     plain_share: Annotated[float, Interval(gt=0, le=1)] = 1.0  # Fraction of the batch whose plain images are queries.
     mixed_share: Annotated[float, Interval(gt=0, le=1)] = 1.0  # Fraction of the batch whose mixed images are queries.
     normalize_mix_to_mix: bool = False  # Scale the rows of ω to sum to 1; in the paper they sum to M.
@@ -100,10 +99,8 @@ class DINOOptions:
     """DINO, with the paper's defaults for ViT (Section 3.2); epochs became fractions of the training."""
 
     student_temperature: Temperature = 0.1  # Temperature of the student, τ_s.
-    teacher_temperature: tuple[Temperature, Temperature] = (
-        0.04,
-        0.07,
-    )  # Teacher τ_t of class tokens: start, end of warm-up.
+    teacher_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)
+    """Temperature τ_t of the teacher's class tokens, at the start and at the end of its warm-up."""
     teacher_warmup: Fraction = 0.1  # Fraction of the training in which τ_t rises.
     center_momentum: Fraction = 0.9  # Momentum of the center of class tokens, m in DINO's Eq. 4.
     momentum: Fraction = 0.996  # Momentum of the teacher at the start; it rises to 1 by a cosine.
@@ -121,7 +118,7 @@ class IBOTOptions(DINOOptions):
     weights: tuple[float, float] = (1.0, 1.0)  # Weights of L_CLS and L_MIM.
     mask_probability: Fraction = 0.5  # Probability that a view is masked.
     mask_ratio: tuple[Fraction, Fraction] = (0.1, 0.5)  # Range of the fraction of masked patches.
-    teacher_patch_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t of patch tokens.
+    teacher_patch_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t of patch tokens, likewise.
     center_patch_momentum: Fraction = 0.9  # Momentum of the center of patch tokens, m′.
     head_out: Count = 8192  # K, the number of prototypes; one head serves class and patch tokens.
 
