@@ -349,6 +349,11 @@ def test_a_number_that_decides_other_defaults_is_checked(capsys: pytest.CaptureF
     assert "--epochs" in error and "'many'" in error
 
 
+def test_python_functions_say_where_their_keywords_are_listed() -> None:
+    doc = patchmix.knn.__doc__
+    assert doc.startswith("Evaluate an encoder") and "`patchmix knn --help`" in doc and "batch_size" in doc
+
+
 def test_python_calls_take_no_more_values_than_have_a_place() -> None:
     with pytest.raises(TypeError, match="3 positional arguments; allowed are data, out"):
         from_keywords(Pretrain, "shapes", "runs/a", "paper")

@@ -244,7 +244,8 @@ def python_function(name: str) -> Callable[..., Any]:
     def function(*args: Any, **keywords: Any) -> Any:
         return resolve_name(verb.run)(from_keywords(verb.settings, *args, **keywords))
 
-    function.__name__, function.__doc__ = name, verb.settings.__doc__
+    keywords = f"Takes the options of `patchmix {name} --help` as keywords: --batch-size is batch_size."
+    function.__name__, function.__doc__ = name, f"{verb.settings.__doc__}\n\n{keywords}"
     return function
 
 

@@ -80,7 +80,7 @@ def test_a_run_that_is_unfinished_or_collapsed_is_marked(run: Path, tmp_path: Pa
     with (going / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "monitor", "step": 9, "epoch": 1.5, "rank": 1.2, "mean_cosine": 0.2}) + "\n")
     text, fine = verdict(read_record(going))
-    assert text.startswith("unfinished, at epoch 1.5 of 2, kNN ") and "collapsing: effective rank 1.2" in text
+    assert text.startswith("unfinished, at epoch 1.5 of 2, kNN ") and "collapsed: effective rank 1.2" in text
     assert not fine
     record = read_record(going)
     assert record.config is not None

@@ -287,7 +287,7 @@ def test_evaluators_run_at_the_start_in_between_and_at_the_end(tmp_path: Path) -
 def test_what_is_wrong_with_the_values_is_said_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluators = [lambda encoder: iter([("rank", 1.2), ("mean_cosine", 0.4)])]
     run(Toy(), tmp_path, evaluators=evaluators, warning=lambda step, values: collapse_warning(values))
-    assert "warning: the representation is collapsing: effective rank 1.2" in capsys.readouterr().out
+    assert "warning: the features look collapsed: effective rank 1.2" in capsys.readouterr().out
 
 
 def test_resume_replays_nothing_and_forgets_what_was_logged_after_the_checkpoint(tmp_path: Path) -> None:

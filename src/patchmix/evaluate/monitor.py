@@ -140,9 +140,9 @@ def collapse_warning(values: dict[str, float]) -> str | None:
     """One line that says why the representation looks collapsed, or None."""
     rank, cosine = values.get("rank", math.inf), values.get("mean_cosine", 0.0)
     if rank < COLLAPSED_RANK:
-        return f"the representation is collapsing: effective rank {rank:.1f} (all features lie on a line)"
+        return f"the features look collapsed: effective rank {rank:.1f} (all features lie on a line)"
     if cosine > COLLAPSED_COSINE:
-        return f"the representation is collapsing: random images have mean cosine {cosine:.3f}"
+        return f"the features look collapsed: random images have mean cosine {cosine:.3f}"
     return None
 
 
