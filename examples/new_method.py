@@ -56,4 +56,4 @@ def main(out: str = "runs/simsiam", **settings: Any) -> Any:
 
 
 if __name__ == "__main__":
-    print(main(*sys.argv[1:2]).knn("shapes"))
+    print(f"kNN {100 * main(*sys.argv[1:2]).knn('shapes').top1:.1f} %")
