@@ -227,8 +227,10 @@ def fit(
     )
 
     def evaluate(encoder: nn.Module) -> Iterator[tuple[str, float]]:
+        if method.steps == 0:
+            return  # a pass over the test images takes minutes, and what has not learned is no epoch's result
         values, epoch = dict(evaluator(encoder)), method.steps / loader.steps_per_epoch
-        for name in method.tracked if values else ():
+        for name in method.tracked:
             best[name] = max(best.get(name, [-1.0, 0.0]), [values[name], epoch], key=lambda pair: pair[0])
             values |= {f"best_{name}": best[name][0], f"best_{name}_epoch": best[name][1]}
         yield from values.items()

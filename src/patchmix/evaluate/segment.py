@@ -76,9 +76,8 @@ def segment(settings: Segment, backbone: Backbone | None = None) -> Result:
         counts: list[Tensor] = []
 
         def evaluator(_: nn.Module) -> Iterator[tuple[str, float]]:
-            if method.steps:  # an untrained layer needs no test
-                counts[:] = [count_pixels(method.encoder, task, view)]
-                yield from ((name, float(value)) for name, value in segmentation_metrics(counts[0].sum(dim=0)).items())
+            counts[:] = [count_pixels(method.encoder, task, view)]
+            yield from ((name, float(value)) for name, value in segmentation_metrics(counts[0].sum(dim=0)).items())
 
         protocol = "segment-finetune" if settings.finetune else "segment"
         _, folder = task.fit(
