@@ -70,6 +70,9 @@ def test_the_summary_has_the_result_with_the_default_options(run: Path) -> None:
     other = replace(main, metrics=main.metrics | {"top1": 0.123}, changed={"k": [3]})
     assert verdict(replace(record, results=[main, other])) == verdict(record)
     assert ", kNN (k 3) 12.3 % [" in verdict(replace(record, results=[other]))[0]
+    earlier = replace(main, weights="0" * 64)  # before the run went on; or of its momentum encoder
+    assert verdict(replace(record, results=[main, earlier])) == verdict(record)
+    assert "% in the training monitor" in verdict(replace(record, results=[earlier]))[0]
 
 
 def test_a_run_that_is_unfinished_or_collapsed_is_marked(run: Path, tmp_path: Path) -> None:

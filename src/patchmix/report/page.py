@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from patchmix.config import Config
 from patchmix.evaluate.monitor import collapse_warning, guard_verdict
-from patchmix.evaluate.results import RAW_PIXELS, Result, read_results
+from patchmix.evaluate.results import Result, read_results
 from patchmix.files import write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.loading import load_backbone
@@ -149,8 +149,8 @@ def verdict(record: Record) -> tuple[str, bool]:
         if record.config and record.config.train.budget is None:
             trained += f" of {record.config.train.epochs:g}"
     accuracy = "kNN not measured" if knn is None else f"kNN {100 * knn:.1f} % in the training monitor"
-    own = [result for result in record.results if result.protocol == "knn" and result.weights != RAW_PIXELS]
-    if own:
+    digest = "" if record.backbone is None else record.backbone.digest()  # others are of earlier steps, or of pixels
+    if own := [each for each in record.results if each.protocol == "knn" and digest.startswith(each.weights)]:
         shown = ([result for result in own if not result.changed] or own)[-1]  # rather one with the default options
         low, high = shown.interval()
         accuracy = f"{shown.title} {100 * shown.top1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
