@@ -58,7 +58,7 @@ def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
     ]
     first = configs[chosen[0].name]
     with distributed.process_group(resolve_device(first.runtime.device)):
-        console = console or Console(quiet=not distributed.is_main())
+        console = console or Console(quiet=not distributed.is_main(), markup=False)
         labeled = open_test_data(settings.test_data, data, console, first.model.in_chans)
         fingerprint = open_source(data, "train", cache_bytes=0, in_chans=first.model.in_chans).fingerprint()
         for run, config in planned:
@@ -171,7 +171,7 @@ def train_and_evaluate(
         try:
             run_config(config, folder, resume="auto")
         except NonFiniteLoss as error:
-            console.print(f"failed: {error}", style="bold red", soft_wrap=True, markup=False)
+            console.print(f"failed: {error}", style="bold red", soft_wrap=True)
             return dataclasses.replace(run, failure=str(error))
     last: dict[str, dict[str, Any]] = {row["kind"]: row for row in read_metrics(folder / "metrics.jsonl")}
     steps, health = last.get("train"), last.get("monitor", {})
@@ -192,10 +192,10 @@ def open_test_data(test_data: str | Path | None, data: str | Path, console: Cons
     except ValueError as error:
         if test_data is not None:
             raise
-        console.print(f"no evaluation, only rank and mean cosine: {error}", soft_wrap=True, markup=False)
+        console.print(f"no evaluation, only rank and mean cosine: {error}", soft_wrap=True)
         return None
     test = "each image against all others" if labeled.test is None else f"{len(labeled.test):,} test images"
-    console.print(f"evaluated on {labeled.train.name}: {labeled.classes} classes, {test}", soft_wrap=True, markup=False)
+    console.print(f"evaluated on {labeled.train.name}: {labeled.classes} classes, {test}", soft_wrap=True)
     return labeled
 
 

@@ -75,7 +75,7 @@ def evaluate(settings: Evaluate, console: Console | None = None) -> list[Score]:
     """
     if not settings.runs or not settings.data:
         raise ValueError("there is nothing to evaluate; give at least one run's folder, and its data by --data")
-    console, device = console or Console(), resolve_device(settings.device)
+    console, device = console or Console(markup=False), resolve_device(settings.device)
     entries = uniquely_named(list(find_entries(settings)))
     channels = {entry.backbone.architecture.in_chans for entry in entries}
     if len({pixel_channels(count) for count in channels}) > 1:
@@ -241,8 +241,7 @@ def write_files(scores: Sequence[Score], settings: Evaluate) -> list[Path]:
     writer.writerow(["data", "encoder", "step", "protocol", "percent", "low", "high", "images", "weights"])
     for score in scores:
         entry, result, numbers = score.entry, score.result, [f"{value:.3f}" for value in score.percent]
-        row = score.data, entry.name, entry.step, result.protocol, *numbers, result.images, result.weights
-        writer.writerow(row)
+        writer.writerow([score.data, entry.name, entry.step, result.protocol, *numbers, result.images, result.weights])
     write_text(paths[1], out.getvalue())
     if not settings.all_steps or not scores:
         return paths[:2]

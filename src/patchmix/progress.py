@@ -39,7 +39,7 @@ def new_bar(console: "Console") -> "Progress":
     )
 
     columns = BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
+    return Progress(*columns, TextColumn("{task.description}", markup=False), console=console, transient=True)
 
 
 @contextmanager

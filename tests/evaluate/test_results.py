@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,20 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from patchmix.evaluate.results import Result, append_result, print_result, read_results, wilson
+from patchmix.progress import new_bar
+
+
+def test_names_in_brackets_are_no_styles(capsys: pytest.CaptureFixture[str]) -> None:
+    classes = [{"name": name, "iou": 0.5} for name in ("[sky]", "[/sea]")]
+    print_result(replace(make_result(), details={"classes": classes}))
+    assert "[sky]" in (printed := capsys.readouterr().out) and "[/sea]" in printed
+
+
+def test_a_bar_shows_names_in_brackets() -> None:
+    screen = io.StringIO()
+    with new_bar(Console(file=screen, force_terminal=True, width=120)) as bar:
+        bar.add_task("features of data/[old]/train", total=1)
+    assert "[old]" in screen.getvalue()
 
 
 def make_result(protocol: str = "knn", top1: float = 0.9, images: int = 100, data: str = "cifar10") -> Result:

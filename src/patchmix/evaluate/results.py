@@ -166,7 +166,7 @@ def known_result(
 
 def print_result(result: Result | Sequence[Path], console: Console | None = None) -> None:
     """All metrics in % (accuracies with their 95 % intervals), and how they were obtained; or the files written."""
-    console = console or Console()
+    console = console or Console(markup=False)  # brackets in a name are no style
     if not isinstance(result, Result):
         for path in result:
             print(f"wrote {path}")

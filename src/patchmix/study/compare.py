@@ -66,9 +66,9 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
         run, protocol, data, *scores = row.cells()[:7]
         short = names[row.run] if len({*names.values()}) == len(names) else run
         table.add_row(short, protocol, *(cell or "–" for cell in (data and Path(data).name, *scores)))
-    console = console or Console()
+    console = console or Console(markup=False)
     console.print(table)
-    console.print("\n".join(trainings), markup=False, soft_wrap=True)
+    console.print("\n".join(trainings), soft_wrap=True)
     return rows
 
 
