@@ -14,6 +14,11 @@ from patchmix.evaluate.results import Result, append_result, print_result, read_
 from patchmix.progress import new_bar
 
 
+def test_a_name_with_a_rare_line_end_does_not_cut_its_result(tmp_path: Path) -> None:
+    append_result(tmp_path, result := make_result(data="a\u2028b"))
+    assert read_results(tmp_path) == [result]
+
+
 def test_names_in_brackets_are_no_styles(capsys: pytest.CaptureFixture[str]) -> None:
     classes = [{"name": name, "iou": 0.5} for name in ("[sky]", "[/sea]")]
     print_result(replace(make_result(), details={"classes": classes}))

@@ -149,7 +149,7 @@ def read_results(folder: Path) -> list[Result]:
         return []
     known = {f.name for f in dataclasses.fields(Result)}
     results = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_bytes().splitlines():  # text would also be split at the rarer line ends of Unicode
         with suppress(ValueError, TypeError, AttributeError):
             results.append(Result(**{key: value for key, value in json.loads(line).items() if key in known}))
     return results
