@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from patchmix.data.python import name_of
 from patchmix.data.shapes import shapes_source
 from patchmix.data.sources import open_source
 from patchmix.data.views import to_float, usual_resize
@@ -370,3 +371,12 @@ def test_missing_labels_are_named(class_folder: Path) -> None:
         open_labeled(class_folder)
     with pytest.raises(ValueError, match="neither a name nor a path"):
         open_labeled("no-such-data")
+
+
+def test_a_test_class_without_training_images_is_named() -> None:
+    """Also where there are classes above it: nothing could predict it, and all its images would count as wrong."""
+    images = np.zeros((6, 32, 32, 3), np.uint8)
+    for labels, found in (([0, 1, 0, 1, 0, 1], 2), ([0, 2, 0, 2, 0, 2], 1)):
+        data = name_of({"train": (images, np.array(labels)), "test": (images, np.array([0, 1, 2, 0, 1, 2]))})
+        with pytest.raises(ValueError, match=f"has label {found}, which .* does not have; both must have the same"):
+            open_labeled(data)

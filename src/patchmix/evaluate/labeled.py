@@ -49,17 +49,12 @@ def open_labeled(data: str | Path, *, many_passes: bool = False, in_chans: int =
     labels = _labels_of(train)
     if len(np.unique(labels)) < 2:
         raise ValueError(f"{train.name} has only one class; give data with two or more")
-    classes = int(labels.max()) + 1
-    test: Source | None = None
-    if has_split(data, "test"):
-        test = open_source(data, "test", **how)
-        highest = int(_labels_of(test).max())
-        if highest >= classes:
-            raise ValueError(
-                f"{test.name} has label {highest}, which {train.name} does not have; both must have the same classes"
-            )
-    if train.classes is not None:
-        classes = max(classes, len(train.classes))
+    classes = max(int(labels.max()) + 1, len(train.classes or ()))
+    test = open_source(data, "test", **how) if has_split(data, "test") else None
+    if test is not None and len(unknown := np.setdiff1d(_labels_of(test), labels)):
+        raise ValueError(
+            f"{test.name} has label {unknown[-1]}, which {train.name} does not have; both must have the same classes"
+        )
     return Labeled(train, test, classes, "" if test is None else test.name)
 
 
