@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from patchmix.data.python import name_of
@@ -380,3 +381,16 @@ def test_a_test_class_without_training_images_is_named() -> None:
         data = name_of({"train": (images, np.array(labels)), "test": (images, np.array([0, 1, 2, 0, 1, 2]))})
         with pytest.raises(ValueError, match=f"has label {found}, which .* does not have; both must have the same"):
             open_labeled(data)
+
+
+def test_files_of_the_same_size_with_other_pixels_are_other_images(backbone: Backbone, tmp_path: Path) -> None:
+    """The size of a .bmp does not tell what it shows."""
+    found = []
+    for value in (0, 200):
+        for name in ("a/1", "a/2", "b/1"):
+            pixels = np.full((32, 32, 3), value, np.uint8)
+            (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(tmp_path / "set" / f"{name}.bmp")
+        source = open_source(tmp_path / "set", cache_bytes=0)
+        found.append(FeatureExtractor(backbone, torch.device("cpu")).features(source).vectors)
+    assert not torch.allclose(*found)
