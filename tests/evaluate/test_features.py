@@ -9,22 +9,25 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from patchmix.data.folder import FolderSource
 from patchmix.data.python import name_of
 from patchmix.data.shapes import shapes_source
 from patchmix.data.sources import open_source
 from patchmix.data.views import to_float, usual_resize
 from patchmix.evaluate import features
-from patchmix.evaluate.features import FeatureExtractor, extract
+from patchmix.evaluate.features import FeatureExtractor, embed, extract
 from patchmix.evaluate.labeled import Part, Subset, held_out, open_labeled
 from patchmix.evaluate.protocol import encoder_name
 from patchmix.interop.backbone import Architecture, Backbone
 from patchmix.nn.vit import create_encoder
 from patchmix.progress import progress_bar
+from patchmix.settings import Embed
 from tests.evaluate.conftest import make_backbone
 
 CPU = torch.device("cpu")
@@ -394,3 +397,15 @@ def test_files_of_the_same_size_with_other_pixels_are_other_images(backbone: Bac
         source = open_source(tmp_path / "set", cache_bytes=0)
         found.append(FeatureExtractor(backbone, torch.device("cpu")).features(source).vectors)
     assert not torch.allclose(*found)
+
+
+def test_features_on_disk_are_written_to_a_file_without_decoding_all_images(
+    backbone: Backbone, class_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone.save(tmp_path / "encoder.safetensors")
+    settings = Embed(str(tmp_path / "encoder.safetensors"), str(class_folder), tmp_path / "f.parquet", device="cpu")
+    embed(settings)
+    read, original = list[str](), FolderSource.load
+    monkeypatch.setattr(FolderSource, "load", lambda self, i: (read.append(self.key(i)), original(self, i))[1])
+    embed(settings)
+    assert len(pq.read_table(tmp_path / "f.parquet")) == 12 > len(read)

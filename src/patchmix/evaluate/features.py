@@ -265,8 +265,8 @@ def embed(settings: Embed) -> list[Path]:
     device = resolve_device(settings.device)
     with distributed.process_group(device):
         backbone = load_backbone(settings.weights, encoder=settings.encoder)
-        in_chans = backbone.architecture.in_chans
-        source = open_source(settings.data, settings.split, class_folders=True, in_chans=in_chans)
+        how: dict[str, Any] = {"cache_bytes": 0, "in_chans": backbone.architecture.in_chans}  # one pass, or none
+        source = open_source(settings.data, settings.split, class_folders=True, **how)
         extractor = FeatureExtractor(backbone, device, settings.pool, settings.resize, settings.workers)
         features = extractor.features(source)
     if not distributed.is_main():

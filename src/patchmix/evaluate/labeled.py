@@ -42,7 +42,7 @@ def open_labeled(data: str | Path, *, many_passes: bool = False, in_chans: int =
     """Opens what the evaluation of an encoder of `in_chans` needs; a ValueError says what is missing.
 
     In a folder without train/, the first-level sub-folders are classes. With `many_passes`, sets that fit are decoded
-    into memory at once; otherwise images are decoded when needed, which is never where their features are cached.
+    into memory at once; otherwise images are decoded when needed: but for a few, not where their features are cached.
     """
     how: dict[str, Any] = {"cache_bytes": _MEMORY if many_passes else 0, "in_chans": in_chans}
     train = open_source(data, "train", class_folders=True, **how)
