@@ -55,6 +55,17 @@ def test_runs_are_overlaid_with_chance_and_floor() -> None:
     assert list(knn.lines[0].get_ydata()) == pytest.approx([10, 40])
 
 
+def test_runs_of_the_same_name_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / parent / "tiny" for parent in ("one", "two")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.setattr("patchmix.report.curves.write", lambda figures: list(figures.values()))
+    (figure,) = show_curves(ShowCurves(tuple(folders), tmp_path / "c.svg"))
+    texts = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]  # type: ignore[attr-defined]
+    assert texts == ["tiny (1)", "tiny (2)"]
+
+
 def test_real_run_and_mistakes(run: Path, tmp_path: Path) -> None:
     history = read_history(run)
     assert history.batch_size == 32 and loss_terms(history.rows) == ["oto", "mto", "region"]

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from patchmix.report.gallery import uniquely_named
 from patchmix.report.style import COLORS, check_suffix, look, panel_grid, style, write
 from patchmix.settings import ShowCurves
 from patchmix.study.compare import stored_config
@@ -46,7 +47,7 @@ def show_curves(settings: ShowCurves) -> list[Path]:
     for run in settings.runs:
         if not (Path(run) / "metrics.jsonl").is_file():
             raise ValueError(f"{run} has no metrics.jsonl; is it a run's folder?")
-    histories = [read_history(run) for run in settings.runs]
+    histories = uniquely_named([read_history(run) for run in settings.runs])
     return write({settings.out: curves_figure(histories, axis=settings.axis)})
 
 
