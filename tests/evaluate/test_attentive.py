@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from patchmix.evaluate.attentive import AttentiveProbe, fit, logits
-from patchmix.evaluate.linear import linear
+from patchmix.evaluate.features import Features
+from patchmix.evaluate.linear import _attentive, linear
 from patchmix.interop.backbone import Backbone
 from patchmix.settings import Linear
 from tests.oracles.attentive import class_scores
@@ -80,6 +81,12 @@ def test_a_whole_evaluation(backbone: Backbone) -> None:
     assert linear(settings, backbone).metrics == result.metrics
     few = linear(Linear("", "shapes:200", protocol="fast", pool="attentive", shots=1, draws=2, workers=0), backbone)
     assert few.protocol == "attentive@1-shot" and len(few.details["top1_of_draws"]) == 2
+
+
+def test_with_one_image_of_each_class_there_is_nothing_to_choose() -> None:
+    tokens = Features(torch.randn(3, 4, 6), torch.arange(3), torch.arange(3))
+    _, record, details = _attentive(tokens, tokens, epochs=1, classes=3, heads=2)
+    assert record["candidates"] == 1 and set(details) == {"lr"}
 
 
 def test_mistakes_are_named(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,17 +168,17 @@ def _attentive(train: Features, test: Features, *, epochs: int | None, **how: An
     """As `_fast`, with the learning rate chosen on held-out images."""
     assert train.labels is not None and test.labels is not None
     how["epochs"] = epochs or attentive.usual_epochs(len(train.vectors))
-    lr, details = attentive.LRS[0], {}
+    lr, candidates, details = attentive.LRS[0], 1, {}
     if (held := _chosen_on(train.labels)) is not None:
         rest, truth, scores = (~held).nonzero().flatten(), train.labels[held], dict[float, float]()
         for each in attentive.LRS:
             probe = attentive.fit(train.vectors, train.labels, lr=each, rows=rest, **how)
             scores[each] = protocol.top_accuracies(attentive.logits(probe, train.vectors[held]), truth)["top1"]
         lr = max(scores, key=lambda each: scores[each])
-        details = {"held_out_top1": scores[lr]}
+        candidates, details = len(scores), {"held_out_top1": scores[lr]}
     probe = attentive.fit(train.vectors, train.labels, lr=lr, **how)
     metrics = protocol.top_accuracies(attentive.logits(probe, test.vectors), test.labels)
-    record = {"epochs": float(how["epochs"]), "candidates": len(attentive.LRS), "optimizer": "AdamW"}
+    record = {"epochs": float(how["epochs"]), "candidates": candidates, "optimizer": "AdamW"}
     return metrics, record | {"augmentation": "none"}, {"lr": lr, **details}
 
 
