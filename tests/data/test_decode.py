@@ -5,7 +5,12 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import subprocess
+import sys
+import threading
+import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -194,6 +199,42 @@ def test_a_truncated_file_is_an_error(kind: str, capfd: pytest.CaptureFixture[st
         with pytest.raises(DecodeError, match="cut: "):
             decode(data[:keep], "cut")
     assert capfd.readouterr().err == ""
+
+
+def test_threads_leave_the_warnings_of_the_program_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, opened, first_is_done = threading.Event(), Image.open, threading.Event()
+
+    def open_meanwhile(file: io.BytesIO) -> Image.Image:
+        if entered.is_set():  # the second one: it ends after the first one
+            entered.clear()
+            first_is_done.wait(5)
+        else:
+            entered.set()
+            while entered.is_set():
+                pass
+        return opened(file)
+
+    def decode_first() -> None:
+        decode(data, "x")
+        first_is_done.set()
+
+    data, before = encode(rgb(), "PNG"), list(warnings.filters)
+    monkeypatch.setattr(Image, "open", open_meanwhile)
+    first = threading.Thread(target=decode_first)
+    first.start()
+    entered.wait(5)
+    decode(data, "x")
+    first.join(5)
+    assert warnings.filters == before
+
+
+def test_pillow_does_not_warn_of_broken_exif(tmp_path: Path) -> None:
+    broken = b"Exif\0\0MM\0*\0\0\0\x08\0\x05\x01\x12\0\x03\0\0\0\x09\0\0\xff\xff"
+    (tmp_path / "x.jpg").write_bytes(encode(rgb(), "JPEG", exif=broken))
+    code = "import sys, pathlib, patchmix.data.decode as d; d.decode(pathlib.Path(sys.argv[1]).read_bytes(), 'x')"
+    command = [sys.executable, "-c", code, str(tmp_path / "x.jpg")]  # its own process: pytest has its own filters
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_is_no_image_is_an_error() -> None:

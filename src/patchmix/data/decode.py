@@ -29,7 +29,9 @@ _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _EXTENSIONS = {_JPEG: "jpg", _PNG: "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
 _ONE_HEADER = threading.Lock()  # of .npy: NumPy parses it with `ast`, which Python 3.11.7, for one, can't do in threads
 _SPECIAL_CHUNKS = (b"tRNS", b"eXIf", b"acTL")  # of PNG: a transparent color, orientation, animation
-logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is said once, by DecodeError
+# What is wrong with a file is said once, by DecodeError. (`catch_warnings` in threads would silence the program.)
+logging.getLogger("tifffile").setLevel(logging.CRITICAL)
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 _REDUCED_FLAGS = {2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4, 8: cv2.IMREAD_REDUCED_COLOR_8}
 
@@ -277,9 +279,7 @@ def to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
 
 
 def _open_pillow(data: bytes, key: str) -> Image.Image:
-    with _decode_errors(key), warnings.catch_warnings():
-        # We have our own limit on pixels, and users can't do anything about broken EXIF.
-        warnings.simplefilter("ignore")
+    with _decode_errors(key):
         image = Image.open(io.BytesIO(data))
     _check_size(image.height, image.width, key)
     return image
