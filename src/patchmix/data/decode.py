@@ -184,6 +184,7 @@ def _decode_16_bits(data: bytes, key: str) -> Pixels | None:
 
     None for all others, which `decode` reads.
     """
+    tags: dict[int, Any] = {}
     if data.startswith(_PNG):
         is_deep = data[24:26] in (b"\x10\0", b"\x10\2") and _is_complete(data)
         is_deep = is_deep and _is_simple(_open_pillow(data, key), data)
@@ -196,13 +197,15 @@ def _decode_16_bits(data: bytes, key: str) -> Pixels | None:
         bits = tags.get(258)
         if tags.get(284) == 2 and bits == (16,) * 3:  # a plane per channel: Pillow and OpenCV take it for pixels
             return _read_rgb_tiff(data, key)
-        upright_colors = tags.get(274, 1) == 1 and tags.get(262) in (1, 2)
+        upright_colors = tags.get(274, 1) == 1 and tags.get(262) in (0, 1, 2)
         is_deep = upright_colors and set(tags.get(339, (1,))) == {1} and bits in ((16,), (16,) * 3)
     else:
         return None
     pixels = _imdecode(data, cv2.IMREAD_UNCHANGED) if is_deep else None
     if pixels is None or pixels.dtype != np.uint16:
         return None
+    if tags.get(262) == 0:  # it stores white as 0; OpenCV turns that over in 8 bits only
+        pixels = ~pixels
     return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_GRAY2RGB if pixels.ndim == 2 else cv2.COLOR_BGR2RGB))
 
 
@@ -269,7 +272,9 @@ def to_rgb(image: Image.Image) -> npt.NDArray[np.generic]:
         if image.mode == "F":
             gray = np.rint(values * (255 if values.size and values.max() <= 1 else 1))  # 0…1, or 0…255
         else:
-            gray = values // 256  # 16 bits, kept in 32 by some decoders
+            gray, low, high = values // 256, values.min(), values.max()  # 16 bits, kept in 32 by some decoders
+            if low < 0 or high > 65535:
+                raise ValueError(f"its values span {low:.0f} to {high:.0f}; give 8 or 16 bits, from 0 on")
         return np.repeat(gray.clip(0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         rgba = image.convert("RGBA")
