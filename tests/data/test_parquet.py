@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 from patchmix.data import parquet
@@ -139,6 +140,24 @@ def test_withheld_labels_are_none(tmp_path: Path) -> None:
     table = pa.table({"image": pa.array([png(IMAGES[0])]), "label": pa.array([-1])})
     pq.write_table(table, tmp_path / "a.parquet")
     assert ParquetSource([tmp_path / "a.parquet"], name="x").labels is None
+
+
+def test_images_of_a_damaged_row_group_are_bad_ones(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet")
+    page = pq.ParquetFile(path).metadata.row_group(1).column(1)
+    data = bytearray(path.read_bytes())
+    start = page.dictionary_page_offset or page.data_page_offset
+    data[start : start + page.total_compressed_size] = b"\xff" * page.total_compressed_size
+    path.write_bytes(data)
+    source = ParquetSource([path], name="x")
+    with pytest.raises(DecodeError, match=r"a\.parquet#5: .+"):
+        source.load(5)
+    np.testing.assert_array_equal(source.load(8), IMAGES[8])
+    batches = list(islice(Loader(source, CenterCrop(4), batch_size=5, seed=0, workers=1).batches(), 5))
+    assert sorted({line.partition(": ")[0] for batch in batches for line in batch.bad}) == [
+        f"a.parquet#{row}" for row in (4, 5, 6, 7)
+    ]
+    assert not set(torch.cat([batch.indices for batch in batches]).tolist()) & {4, 5, 6, 7}
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

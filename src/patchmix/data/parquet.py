@@ -77,7 +77,10 @@ class ParquetSource(EncodedSource):
 
     def encoded(self, index: int) -> bytes:
         group = self.groups.of(index)
-        value = self._column(group)[index - int(self.groups.starts[group])].as_py()
+        try:
+            value = self._column(group)[index - int(self.groups.starts[group])].as_py()
+        except (pa.ArrowException, OSError) as error:  # a damaged row group
+            raise DecodeError(self.key(index), " ".join(str(error).split())) from error
         if not value:
             raise DecodeError(self.key(index), "has no bytes")
         return bytes(value)
