@@ -65,6 +65,14 @@ def test_what_is_no_label_is_none(tmp_path: Path, name: str, content: bytes) -> 
     assert scanned(archive(("1.png", b"x"), (name, content)), tmp_path).labels.tolist() == [-1]
 
 
+def test_hidden_members_are_left_out(tmp_path: Path) -> None:
+    members = [("./a/._1.png", b"Mac"), ("./a/1.png", b"x"), ("./a/._1.cls", b"Mac"), ("./a/1.cls", b"7")]
+    data = archive(*members, (".hidden.png", b"y"))
+    result = scanned(data, tmp_path)
+    assert held(data, result) == [("./a/1.png", b"x", 7)]
+    assert result.skipped == ("",)
+
+
 def test_hostile_members_are_skipped_and_counted(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as file:

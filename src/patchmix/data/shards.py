@@ -214,7 +214,7 @@ def _members(file: IO[bytes], skipped: Counter[str]) -> Iterator[tarfile.TarInfo
                     skipped["link, device or sparse file"] += 1
                 elif parts[0] == "" or ".." in parts or any(ord(letter) < 32 for letter in header.name):
                     skipped["unsafe name"] += 1
-                else:
+                elif not parts[-1].startswith("."):  # as in folders: hidden, such as ._0001.jpg, which a Mac adds
                     yield header
             else:
                 tail = os.pread(handle, 2 * _BLOCK, tar.offset)
