@@ -136,6 +136,24 @@ def test_encoder_that_torchvision_can_not_express(tmp_path: Path) -> None:
         export(backbone, tmp_path / "b.safetensors", "torchvision")
 
 
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("vit_base_patch16_siglip_gap_224", "cls_token"),
+        ("vit_base_patch16_224_miil", r"blocks\.0\.attn\.qkv\.bias"),
+        ("flexivit_small", "a position for its class token"),
+    ],
+)
+def test_encoder_without_what_torchvision_needs(name: str, lacks: str, tmp_path: Path) -> None:
+    encoder = create_encoder(name, dim=48, depth=1, heads=3, image_size=32)
+    backbone = Backbone(Architecture.of(name, encoder), encoder.state_dict())
+    with pytest.raises(
+        ValueError, match=f"torchvision's ViT needs {lacks}, which {name} does not have; export to timm"
+    ):
+        export(backbone, tmp_path / "a.safetensors", "torchvision")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("format", ["timm", "torchvision", "huggingface"])
 def test_nothing_different_is_overwritten_by_default(format: str, backbone: Backbone, tmp_path: Path) -> None:
     umask = os.umask(0o027)

@@ -135,6 +135,10 @@ def _torchvision(backbone: Backbone, out: Path) -> Exported:
         raise ValueError(f"torchvision's ViT takes 3 channels, this encoder {shape.in_chans}; export to timm")
     if others := [name for name in backbone.weights if not ENCODER_TENSOR.fullmatch(name)]:
         raise ValueError(f"torchvision's ViT has no place for {others[0]} ({shape.name}); export to timm")
+    lacking = {"cls_token", "pos_embed", "blocks.0.attn.qkv.bias"} - backbone.weights.keys()
+    if lacking or backbone.weights["pos_embed"].shape[1] != 1 + shape.patches:
+        what = min(lacking, default="a position for its class token")
+        raise ValueError(f"torchvision's ViT needs {what}, which {shape.name} does not have; export to timm")
     renamed = {rename(name, TO_TORCHVISION): tensor for name, tensor in backbone.weights.items()}
     save_weights(renamed, out, backbone.metadata())
     usage = f"""\
