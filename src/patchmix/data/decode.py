@@ -185,6 +185,7 @@ def _decode_16_bits(data: bytes, key: str) -> Pixels | None:
     None for all others, which `decode` reads.
     """
     tags: dict[int, Any] = {}
+    is_deep = False
     if data.startswith(_PNG):
         is_deep = data[24:26] in (b"\x10\0", b"\x10\2") and _is_complete(data)
         is_deep = is_deep and _is_simple(_open_pillow(data, key), data)
@@ -199,8 +200,6 @@ def _decode_16_bits(data: bytes, key: str) -> Pixels | None:
             return _read_rgb_tiff(data, key)
         upright_colors = tags.get(274, 1) == 1 and tags.get(262) in (0, 1, 2)
         is_deep = upright_colors and set(tags.get(339, (1,))) == {1} and bits in ((16,), (16,) * 3)
-    else:
-        return None
     pixels = _imdecode(data, cv2.IMREAD_UNCHANGED) if is_deep else None
     if pixels is None or pixels.dtype != np.uint16:
         return None

@@ -31,7 +31,7 @@ class InMemorySource:
     name: str
     labels: Labels | None
     classes: tuple[str, ...] | None
-    key_of: Callable[[int], str]
+    key: Callable[[int], str]
     digest: str  # the fingerprint
     bad: dict[int, str] = field(default_factory=dict)
 
@@ -49,9 +49,6 @@ class InMemorySource:
         pixels: Pixels = self.pixels.numpy()  # made here: in a pickle, an array would be a second copy
         image: Pixels = pixels[stop - size : stop].view(_DTYPES[width]).reshape(shape)
         return image
-
-    def key(self, index: int) -> str:
-        return self.key_of(index)
 
     def fingerprint(self) -> str:
         return self.digest

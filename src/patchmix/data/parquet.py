@@ -39,11 +39,10 @@ class ParquetSource(EncodedSource):
         # Half of what is kept: while windows change, two of them are in use.
         window = _CACHED_BYTES * len(groups) // (2 * max(1, sum(group.total_byte_size for group in groups)))
         self.groups = Groups(np.array(starts), max(1, min(_MOST_GROUPS, window)))
-        schema = opened[0].schema_arrow
         self._image_columns = [_image_column(p.schema_arrow, file) for p, file in zip(opened, self._files, strict=True)]
         integers = [{field.name for field in p.schema_arrow if pa.types.is_integer(field.type)} for p in opened]
         label_column = next((column for column in LABEL_COLUMNS if all(column in names for names in integers)), None)
-        self.classes = _class_names(schema, label_column)
+        self.classes = _class_names(opened[0].schema_arrow, label_column)
         self.labels = None if label_column is None else _read_labels(self._files, label_column)
         self.release()
 
@@ -95,8 +94,7 @@ class ParquetSource(EncodedSource):
                 return self._groups[group]
             file, number = self._owners[group]
             # Opened again each time: a handle shared with a forked parent would share its position.
-            columns = [self._image_columns[file]]
-            table = _open(self._files[file]).read_row_group(number, columns=columns, use_threads=False)
+            table = _open(self._files[file]).read_row_group(number, [self._image_columns[file]], use_threads=False)
             self._groups[group] = table.flatten().column(0)  # of a struct, its bytes
             while len(self._groups) > 1 and sum(column.nbytes for column in self._groups.values()) > _CACHED_BYTES:
                 self._groups.popitem(last=False)

@@ -29,14 +29,12 @@ _SHIFT = 6  # fractional bits of the corners given to OpenCV
 
 
 def _box(half_width: float, half_height: float) -> npt.NDArray[np.float64]:
-    corners = [(-half_width, -half_height), (half_width, -half_height), (half_width, half_height)]
-    return np.array([*corners, (-half_width, half_height)])
+    return np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)]) * (half_width, half_height)
 
 
 def _arc(start: float, stop: float, corners: int = 32) -> npt.NDArray[np.float64]:
     """Points on the unit circle, in degrees; a full turn does not repeat its first point: (corners, 2)."""
-    closed = abs(stop - start) >= 360
-    angle = np.deg2rad(np.linspace(start, stop, corners, endpoint=not closed))
+    angle = np.deg2rad(np.linspace(start, stop, corners, endpoint=abs(stop - start) < 360))
     return np.stack([np.cos(angle), np.sin(angle)], axis=1)
 
 

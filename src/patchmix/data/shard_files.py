@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -243,10 +243,7 @@ def _options(url: str) -> dict[str, Any]:
 def _cache_bytes() -> int:
     """Bytes that fetched shards may take, from $PATCHMIX_CACHE_GB."""
     chosen = os.environ.get("PATCHMIX_CACHE_GB", "20")
-    try:
-        gigabytes = float(chosen)
-    except ValueError:
-        gigabytes = -1.0
-    if not 0 < gigabytes < 1e9:
-        raise ValueError(f"PATCHMIX_CACHE_GB is {chosen!r}; it must be a number of gigabytes above 0")
-    return round(gigabytes * 2**30)
+    with suppress(ValueError):
+        if 0 < float(chosen) < 1e9:
+            return round(float(chosen) * 2**30)
+    raise ValueError(f"PATCHMIX_CACHE_GB is {chosen!r}; it must be a number of gigabytes above 0")

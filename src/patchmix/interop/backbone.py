@@ -180,9 +180,8 @@ def check_weights(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], c
 def fitted(weights: Mapping[str, Tensor], encoder: VisionTransformer) -> dict[str, Tensor]:
     """Weights for an encoder of another image size, patch size or number of channels, converted as timm does it."""
     weights, wanted = dict(weights), encoder.state_dict()
-    for name in ("patch_embed.proj.weight", "patch_embed.proj.0.weight"):  # of a patch projection, of a ConvStem
-        if name not in weights or name not in wanted:
-            continue
+    names = {"patch_embed.proj.weight", "patch_embed.proj.0.weight"}  # of a patch projection, of a ConvStem
+    for name in names & weights.keys() & wanted.keys():
         kernel, (_, in_chans, rows, columns) = weights[name], wanted[name].shape
         if kernel.shape[1] != in_chans:
             if kernel.shape[1] != 3:
