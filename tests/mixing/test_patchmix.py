@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patchmix.losses import floor
 from patchmix.mixing import Mixed, PatchMix, overlap
 from patchmix.mixing.patchmix import share
 from tests.oracles import mixing as oracle
@@ -56,6 +57,14 @@ def test_overlap_is_omega_also_where_it_wraps_around(n: int, m: int) -> None:
     printed = dense(y_mtm(n, m), omega_mtm(n, m))
     torch.testing.assert_close(overlap(share(n, m), share(n, m)), printed)
     torch.testing.assert_close(printed.sum(dim=1), torch.full((n,), float(m)))
+
+
+@pytest.mark.parametrize("m", [3, 5, 7, 9, 10, 12])
+def test_rounding_makes_no_overlap_negative(m: int) -> None:
+    """Its logarithm, in the floor of the loss, was not a number and ended the run."""
+    target = overlap(share(64, m), share(64, m))
+    assert target.min() >= 0
+    assert floor(target).isfinite()
 
 
 def test_the_appendix_example() -> None:

@@ -45,7 +45,7 @@ def overlap(a: Tensor, b: Tensor) -> Tensor:
     """
     # Σ min(a, b) = ½ Σ (a + b − |a − b|): an L1 distance, without an N × N × K intermediate.
     with torch.autocast(a.device.type, enabled=False):
-        return 1.0 - 0.5 * torch.cdist(a.float(), b.float(), p=1.0)
+        return (1.0 - 0.5 * torch.cdist(a.float(), b.float(), p=1.0)).clamp_min(0.0)  # rounding leaves −1e-7
 
 
 def check_images(images: Tensor, mix: str, patch_size: int = 1) -> tuple[int, int, int, int]:
