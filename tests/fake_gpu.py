@@ -61,7 +61,7 @@ class FakeGPU(TorchDispatchMode):
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
         answers = {"is_available": True, "is_bf16_supported": True, "_lazy_init": None, "manual_seed_all": None}
         for name, answer in answers.items():
-            patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+            patch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
         patch.setattr(fake_tensor, "init_gpu_context", lambda device: None)  # torch 2.10 would allocate on the device
         for module in ("torch.nn.utils.clip_grad", "torch.optim.optimizer"):
             patch.setattr(importlib.import_module(module), "_group_tensors_by_device_and_dtype", _group_tensors)

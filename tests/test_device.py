@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from patchmix.build import METHODS, build_method, build_plan, build_prepare, bui
 from patchmix.config import Config, ViewsConfig
 from patchmix.data.device_views import Crops
 from patchmix.data.loader import Batch
+from patchmix.device import autocast_dtype
 from patchmix.evaluate.detection.model import Detector, Shape, build_detector
 from patchmix.evaluate.finetune import Erasing, FinetuneMethod
 from patchmix.evaluate.knn import knn_predict
@@ -100,6 +102,19 @@ def test_views_on_the_device() -> None:
     assert [(tuple(x.shape), x.dtype, x.device) for x in ready] == [
         ((N, 3, view.size, view.size), torch.float32, GPU) for view in views
     ]
+
+
+@pytest.mark.parametrize(("major", "expected"), [(7, None), (8, torch.bfloat16)])
+def test_bf16_that_a_gpu_only_emulates_is_not_chosen(
+    major: int, expected: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On V100 and T4 it works, slower than fp32."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
+    assert autocast_dtype(GPU) == expected
+    assert autocast_dtype(GPU, "bf16") == torch.bfloat16
 
 
 # --------------------------------------------------------------------------------------------------------- evaluation

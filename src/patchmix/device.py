@@ -29,10 +29,9 @@ def resolve_device(name: str = "auto") -> torch.device:
 
 
 def autocast_dtype(device: torch.device, precision: str = "auto") -> torch.dtype | None:
-    """What autocast computes in; None for fp32. "auto" is bf16 on a GPU that supports it, fp32 elsewhere."""
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-    return torch.bfloat16 if precision == "bf16" else None
+    """What autocast computes in; None for fp32. "auto" is bf16 on a GPU with hardware for it, fp32 elsewhere."""
+    in_hardware = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if precision == "bf16" or (precision == "auto" and in_hardware) else None
 
 
 def cpp_compiler() -> str | None:

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from patchmix.config import Config, read_config
-from patchmix.device import cpp_compiler
+from patchmix.device import autocast_dtype, cpp_compiler
 from patchmix.evaluate.monitor import collapse_warning
 from patchmix.launch import usable_cores
 from patchmix.settings import Doctor
@@ -90,7 +90,7 @@ def devices() -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         yield Finding(f"GPU {number}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GB")
-    fast = torch.cuda.is_bf16_supported()
+    fast = autocast_dtype(torch.device("cuda")) is not None
     found = "in hardware; precision auto uses it" if fast else "not in hardware"
     yield check(fast, "bf16", found, "runs are fp32; GPUs since 2020 have it")
 
