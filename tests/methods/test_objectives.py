@@ -12,6 +12,7 @@ from torch import Tensor
 
 from patchmix.build import METHODS
 from patchmix.config import validate
+from patchmix.methods import swav
 from patchmix.methods.method import Method
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.methods.swav import sinkhorn
@@ -180,6 +181,16 @@ def test_swav_queue_joins_the_balance_once_it_is_full() -> None:
     expected = torch.tensor(oracle.sinkhorn(oracle.rows(everyone), 0.05, 3)[:6])
     torch.testing.assert_close(method.codes(z[0], scores, method.queue[0]), expected, atol=1e-4, rtol=1e-3)
     assert method(x)["loss"].item() != pytest.approx(plain(x)["loss"].item(), rel=1e-4)
+
+
+def test_swav_compares_its_queue_in_fp32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, seen = make("swav", queue_length=6, queue_start=0.0), []
+    monkeypatch.setattr(swav, "sinkhorn", lambda scores, *how: seen.append(scores) or sinkhorn(scores, *how))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        method(views())
+        queued = method.queue.clone()
+        method(views())
+    torch.testing.assert_close(seen[2][6:], queued[0] @ method.prototypes.T, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("local", [0, 2])
@@ -434,6 +445,7 @@ def test_the_momentum_network_follows_the_cosine(name: str) -> None:
         ("simclr", {"head_layers": 0}, "head_layers is 0"),
         ("byol", {"momentum": 2.0}, "momentum is 2.0"),
         ("swav", {"queue_length": -1}, "queue_length is -1"),
+        ("swav", {"sinkhorn_iterations": 0}, "sinkhorn_iterations is 0"),  # codes would not sum to 1
         ("swav", {"freeze_prototypes": 5.0}, "freeze_prototypes is 5.0"),
         ("dino", {"teacher_temperature": (0.0, 0.07)}, "teacher_temperature is 0.0"),
         ("ibot", {"mask_ratio": (0.1, 1.5)}, "mask_ratio is 1.5"),

@@ -86,7 +86,7 @@ class SwAVOptions:
     prototypes: Count = 3000  # Number of prototypes.
     temperature: Temperature = 0.1  # Temperature τ.
     epsilon: Temperature = 0.05  # Regularization ε of the Sinkhorn iterations.
-    sinkhorn_iterations: Annotated[int, Ge(0)] = 3  # Number of Sinkhorn iterations.
+    sinkhorn_iterations: Count = 3  # Number of Sinkhorn iterations.
     freeze_prototypes: Fraction = 0.01  # Fraction of the training with fixed prototypes.
     queue_length: Annotated[int, Ge(0)] = 0  # Embeddings kept from earlier steps, for small batches; 0 is off.
     queue_start: Fraction = 0.04  # Fraction of the training after which the queue is used.

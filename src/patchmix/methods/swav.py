@@ -42,7 +42,7 @@ class SwAV(Method):
         prototypes = self.prototypes.detach() + 0.0 * self.prototypes if self.frozen else self.prototypes
         with torch.autocast(z[0].device.type, enabled=False):
             scores = [each @ prototypes.T for each in z]  # (N, prototypes)
-        q = [self.codes(z[s], scores[s], self.queue[s]) for s in (0, 1)]
+            q = [self.codes(z[s], scores[s], self.queue[s]) for s in (0, 1)]
         if self.queueing and self.queue.shape[1]:
             self.enqueue(z[0], z[1])
 
@@ -72,9 +72,8 @@ class SwAV(Method):
 
 def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
     """Codes that spread a batch evenly over the prototypes (Eqs. 3-5): (B, K) scores → (B, K), rows sum to 1."""
-    with torch.autocast(scores.device.type, enabled=False):
-        q = torch.exp((scores.float() - scores.max()) / epsilon)
-        for _ in range(iterations):
-            q = q / q.sum(dim=0, keepdim=True).clamp_min(1e-30) / q.shape[1]  # every prototype 1/K
-            q = q / q.sum(dim=1, keepdim=True).clamp_min(1e-30) / q.shape[0]  # every image 1/B
-        return q * q.shape[0]
+    q = torch.exp((scores.float() - scores.max()) / epsilon)
+    for _ in range(iterations):
+        q = q / q.sum(dim=0, keepdim=True).clamp_min(1e-30) / q.shape[1]  # every prototype 1/K
+        q = q / q.sum(dim=1, keepdim=True).clamp_min(1e-30) / q.shape[0]  # every image 1/B
+    return q * q.shape[0]
