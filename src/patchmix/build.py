@@ -32,8 +32,7 @@ from patchmix.methods.regioncl import RegionCL
 from patchmix.methods.sdmp import SDMP
 from patchmix.methods.simclr import SimCLR
 from patchmix.methods.swav import SwAV
-from patchmix.nn import patch_size_of
-from patchmix.nn.tokens import TokenDropout
+from patchmix.nn import TokenDropout, patch_size_of
 from patchmix.nn.vit import (
     create_encoder,
     freeze_blocks,
