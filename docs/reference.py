@@ -108,7 +108,7 @@ def table(cls: type[Any], defaults: Any = None) -> str:
 def options(cls: type[Any], defaults: Any) -> Iterator[str]:
     hints, helps = typing.get_type_hints(cls, include_extras=True), help_texts(cls)
     for each in dataclasses.fields(cls):
-        if each.name in ("run", "options"):  # sections, which have their own tables
+        if each.name in ("run", "options", "given"):  # sections have their own tables; `given` is no option
             continue
         hint, notes = unwrap(hints[each.name])
         given = {key: getattr(note, key, None) for key in ("name", "metavar") for note in notes if hasattr(note, key)}

@@ -17,7 +17,7 @@ from torch import Tensor
 import patchmix
 from patchmix import build
 from patchmix.ablation import ablate, row_configs
-from patchmix.cli import from_keywords, main
+from patchmix.cli import from_keywords, main, parse
 from patchmix.config import Config
 from patchmix.evaluate.results import read_results
 from patchmix.methods.options import METHOD_OPTIONS, DINOOptions, PatchMixOptions, SimCLROptions
@@ -120,6 +120,21 @@ def test_lengths_are_shares_of_epochs_or_of_the_budget(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(by_epochs["full"]))
     again = configs("epochs", config=tmp_path)
     assert [(c.train.epochs, c.optim.warmup_epochs) for c in again.values()][1:] == [(400, 25), (800, 50), (1600, 100)]
+
+
+def test_an_option_reaches_every_row_even_if_it_is_the_recipes_own_value() -> None:
+    options = ["--recipe", "demo", "--momentum", "0.99", "--no-mix-across", "--temperature=0.2"]
+    for settings in (
+        parse(Ablate, ["method", "shapes", "--out", "a", *options], "patchmix ablate"),
+        from_keywords(Ablate, "method", "shapes", "a", recipe="demo", momentum=0.99, temperature=0.2),
+    ):
+        found = row_configs(settings, rows_of("method", METHOD_OPTIONS))
+        assert found["dino"].method.options == DINOOptions(momentum=0.99)
+        assert found["simclr"].method.options == SimCLROptions(temperature=0.2)
+    lengths = configs("epochs", epochs=20, warmup_epochs=2.0, recipe="demo", model="vit_tiny_patch8_32")
+    assert {config.optim.warmup_epochs for config in lengths.values()} == {2.0}
+    with pytest.raises(ValueError, match="method is what ablation 'method' varies; choose with --rows"):
+        configs("method", method="dino")
 
 
 def test_methods_have_their_own_options() -> None:

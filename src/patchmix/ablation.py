@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 
 from patchmix import distributed
-from patchmix.config import Config, changes, check_known, differences, flat, read_config
+from patchmix.config import Config, check_known, differences, flat, read_config
 from patchmix.data.sources import open_source
 from patchmix.data.views import usual_resize
 from patchmix.device import resolve_device
@@ -86,16 +86,13 @@ def row_configs(settings: Ablate, rows: Sequence[AblationRow]) -> dict[str, Conf
     """What `patchmix pretrain` would be configured with for each chosen row, by the row's name."""
     run, epochs = settings.run, settings.run.train.epochs
     begin = partial(start, settings.recipe, config=settings.config, model=run.model.name)
-    changed = changes(begin(method=run.method.name, epochs=epochs), run)  # what the user set
+    changed = {name: flat(run)[name][1] for name in settings.given if name != "epochs"}
     varied = {"seed": "--seeds", **dict.fromkeys(VARIED.get(settings.ablation, ()), "--rows")}
     for name, instead in varied.items():
         if name in changed:
             raise ValueError(f"{name} is what ablation {settings.ablation!r} varies; choose with {instead}")
     own = settings_by_row(settings.row_settings, rows, varied)
-    minutes = run.budget_minutes
-    if minutes is not None and epochs != begin().train.epochs:
-        raise ValueError("--epochs gives every row the same data, --budget the same time; give one of them")
-    configs = {}
+    configs, minutes = {}, run.budget_minutes
     for row in choose_rows(rows, settings.rows):
         method = row.method or run.method.name
         config = begin(method=method, epochs=epochs * row.length if minutes is None else epochs)

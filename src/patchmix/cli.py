@@ -264,7 +264,9 @@ def parse(cls: type[Any], args: list[str], prog: str) -> Any:
     run = from_dict(to_dict(parsed.run))
     if not _starts_processes(parsed):
         _warn_of_unused(cls, config, run)
-    return validate(cls, vars(parsed) | {"run": run})
+    words = {re.sub("^--(no-)?", "", word.partition("=")[0]).replace("-", "_") for word in args if word[:2] == "--"}
+    given = {"given": tuple(flat(run).keys() & {*words, "data"})} if cls is s.Ablate else {}
+    return validate(cls, vars(parsed) | {"run": run, **given})
 
 
 def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
@@ -295,7 +297,8 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
     config = _start(cls, **places, **decisive)
     run = config.replace(**keywords, **options)
     _warn_of_unused(cls, config, run)
-    return validate(cls, {**own, "run": run})
+    given = {"given": (*decisive, *keywords)} if cls is s.Ablate else {}
+    return validate(cls, {**own, "run": run, **given})
 
 
 def _starts_processes(settings: Any) -> bool:
@@ -379,7 +382,7 @@ def option_names(cls: type[Any], run: Config | None) -> list[str]:
     own = []
     for each in fields(cls):
         marks = getattr(each.type, "__metadata__", ())
-        if each.name != "run" and tyro.conf.Positional not in marks:
+        if each.name not in ("run", "given") and tyro.conf.Positional not in marks:
             own.append(next((mark.name.replace("-", "_") for mark in marks if getattr(mark, "name", None)), each.name))
     if run is not None and takes_run_settings(cls):
         own += [name for name in flat(run) if name != "data"]

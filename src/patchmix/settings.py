@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Generic, Literal
 
 from annotated_types import Ge, Interval
-from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
+from tyro.conf import OmitArgPrefixes, Positional, Suppress, UseAppendAction, arg
 
 from patchmix.config import Above0, Config, NonNegative, Options, Share
 from patchmix.methods.options import Count, Fraction, MixName
@@ -61,6 +61,7 @@ class Ablate(Generic[Options]):
     test_data: str | None = None  # Labeled images to evaluate on; by default DATA, if it has labels.
     recipe: str = "paper"  # Recipe, as for pretrain.
     config: Path | None = None  # A config.yaml, or a run with one, to use instead of a recipe.
+    given: Suppress[tuple[str, ...]] = ()  # the settings of `run` that the call names, for rows with other defaults
     run: RunSettings[Options] = field(default_factory=Config)
 
 
