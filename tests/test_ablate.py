@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 import patchmix
-from patchmix import build
+from patchmix import build, distributed
 from patchmix.ablation import ablate, row_configs
 from patchmix.cli import from_keywords, main, parse
 from patchmix.config import Config
@@ -154,6 +154,8 @@ def test_methods_have_their_own_options() -> None:
         configs("method", row_settings=["dinno:clip_grad=2"])
     with pytest.raises(ValueError, match="is not ROW:KEY=VALUE"):
         configs("method", row_settings=["clip_grad=2"])
+    with pytest.raises(ValueError, match=r"'\[3' is no YAML value"):
+        configs("method", row_settings=["dino:clip_grad=[3"])
     with pytest.raises(ValueError, match="what the ablation varies"):
         configs("method", row_settings=["dino:seed=2"])
 
@@ -235,6 +237,15 @@ def test_interrupted_and_continued(images: Path, tmp_path: Path, monkeypatch: py
 class Broken(SimCLR):
     def forward(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         return {"loss": super().forward(views)["loss"] * float("nan")}
+
+
+def test_the_longest_wait_for_another_process_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def joined(device: object, minutes: float = 10.0) -> None:
+        raise ValueError(f"waits {minutes:g} min")
+
+    monkeypatch.setattr(distributed, "process_group", joined)
+    with pytest.raises(ValueError, match="waits 45 min"):
+        run("mix", tmp_path, tmp_path / "a", [], timeout_minutes=45)
 
 
 def test_a_failed_row_does_not_stop_the_others(

@@ -57,7 +57,7 @@ def ablate(settings: Ablate, console: Console | None = None) -> AblationTable:
         for row in chosen
     ]
     first = configs[chosen[0].name]
-    with distributed.process_group(resolve_device(first.runtime.device)):
+    with distributed.process_group(resolve_device(first.runtime.device), first.runtime.timeout_minutes):
         console = console or Console(quiet=not distributed.is_main(), markup=False)
         labeled = open_test_data(settings.test_data, data, console, first.model.in_chans)
         fingerprint = open_source(data, "train", cache_bytes=0, in_chans=first.model.in_chans).fingerprint()
@@ -127,7 +127,12 @@ def settings_by_row(
         check_known(row, [each.name for each in rows], "row")
         if name in varied:
             raise ValueError(f"--row-set {text!r}: {name} is what the ablation varies; choose rows with --rows")
-        settings.setdefault(row, {})[name] = yaml.safe_load(value)
+        try:
+            settings.setdefault(row, {})[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(
+                f"--row-set {text!r}: {value!r} is no YAML value, such as 3, 0.1, cutmix or [1, 2]"
+            ) from None
     return settings
 
 
