@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from patchmix import distributed
 from patchmix.evaluate.monitor import collapse_warning
 from patchmix.methods.method import Method
 from patchmix.nn.tokens import TokenDropout
@@ -18,7 +21,7 @@ from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import RunLog, read_metrics
 from patchmix.train.loop import Plan, seed_pass, train
 from patchmix.train.optimizer import build_optimizer
-from patchmix.train.watch import Clock, NonFiniteLoss
+from patchmix.train.watch import Clock, Interrupted, NonFiniteLoss
 
 
 @dataclass
@@ -340,3 +343,19 @@ def test_the_encoder_is_evaluated_in_its_mode_for_it(tmp_path: Path) -> None:
     rows = [row for row in run(method, tmp_path, evaluators=[evaluate]) if row["kind"] == "monitor"]
     assert rows[0]["sum"] == pytest.approx(start) and rows[-1]["sum"] != start
     assert all(module.training for module in method.modules())
+
+
+def test_no_process_ends_before_the_checkpoint_of_an_interrupted_run_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(Toy):
+        def after_step(self, progress: float) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    waited: list[list[str]] = []
+    monkeypatch.setattr(
+        distributed, "barrier", lambda: waited.append([path.name for path in tmp_path.glob("checkpoints/step-*.pt")])
+    )
+    with pytest.raises(Interrupted, match="stopped at step 1"):
+        run(Stopped(), tmp_path)
+    assert waited == [["step-000000001.pt"]]

@@ -146,6 +146,7 @@ def train(
             if _agree(bool(caught), step, device):
                 save()
                 writer.wait()
+                distributed.barrier()  # a launcher ends all soon after the first: no rank ends before it is written
                 signum = caught[0] if caught else int(signal.SIGTERM)
                 raise Interrupted(signum, f"stopped at step {step}; its checkpoint is written")
 
