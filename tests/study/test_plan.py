@@ -161,6 +161,7 @@ def test_mistakes_are_named() -> None:
         ({"gpus": "0xA100-80GB"}, "--gpus 0xA100-80GB are none; give at least one, such as 1xA100-80GB"),
         ({"gpus": None}, "which hardware"),
         ({"gpus": "8xA100-80GB", "here": True}, "--gpus and --here both give the hardware"),
+        ({"gpus": None, "here": True, "tflops": 1.0}, "--tflops and --here both give the hardware"),
         ({"model": "same"}, "recipe adapt takes its model from the weights; add --model"),
         ({"gpus": "3xL4-24GB"}, "batch size 1024"),
         (
@@ -172,6 +173,12 @@ def test_mistakes_are_named() -> None:
         with pytest.raises(ValueError, match=text):
             estimate(plan_of(**settings))
     assert all(each.source and each.tflops > 50 for each in HARDWARE.values())
+
+
+def test_micro_batches_exchange_what_the_whole_batch_does_and_statistics_each() -> None:
+    whole, four = (estimate(plan_of(accumulate=passes))["traffic"] for passes in (1, 4))
+    assert (four["keys"], four["gradients"]) == (whole["keys"], whole["gradients"])
+    assert four["statistics"] == pytest.approx(4 * whole["statistics"])
 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,8 +179,9 @@ def hardware_of(settings: Plan[Any]) -> tuple[int, Hardware]:
     count, name = 1, settings.gpus
     if name and (found := re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", name)):
         count, name = int(found[1]), found[2]
-    if name and settings.here:
-        raise ValueError("--gpus and --here both give the hardware; give one of them")
+    other = "--gpus" if name else "--tflops" if settings.tflops else ""
+    if other and settings.here:
+        raise ValueError(f"{other} and --here both give the hardware; give one of them")
     if count < 1:
         raise ValueError(f"--gpus {settings.gpus} are none; give at least one, such as 1x{name}")
     if name:
@@ -270,7 +271,7 @@ def largest_batch(config: Config, room: float, **how: Any) -> int:
 
 
 def traffic_of(config: Config, n: int, devices: int, *, low: bool) -> dict[str, int]:
-    """Bytes that one device sends and receives in one step of n images: gradients, keys (and scores), statistics (of
+    """Bytes that one device sends and receives in a step, n images a pass: gradients, keys (and scores), statistics (of
     batch norms, and centers) and mixing, counted in the method's own calls; nothing is computed.
 
     Gathering receives what the others have; a ring's sum sends and receives 2 (D − 1)/D of its tensor.
@@ -290,6 +291,7 @@ def traffic_of(config: Config, n: int, devices: int, *, low: bool) -> dict[str, 
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             loss = method(views)["loss"]
         loss.backward()
+        counted = {name: config.train.accumulate * count for name, count in counted.items()}
         method.after_step(0.5)
     encoder, head, _, _ = parameters(config)
     others, ring = devices - 1, 2 * (devices - 1) / devices
