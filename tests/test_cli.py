@@ -87,6 +87,11 @@ def test_an_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "choose another --out" in fails(capsys, "pretrain", "shapes:64", "--out", tmp_path / "file" / "run", *TINY)
 
 
+def test_adapt_takes_its_weights_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["adapt", "weights", "shapes:64", "--out", str(tmp_path / "run"), "--init-from", "other"]
+    assert "WEIGHTS and --init-from both give the weights to start from" in fails(capsys, *given)
+
+
 def test_pretrain_leaves_a_complete_run_and_its_config_runs_again(tmp_path: Path) -> None:
     import timm
     import torch

@@ -75,6 +75,8 @@ def run_pretrain(settings: Pretrain) -> Run:
 
 def run_adapt(settings: Adapt) -> Run:
     """Pre-trains from existing weights; the same as `pretrain` with `init_from` and the recipe `adapt`."""
+    if settings.config is None and settings.run.model.init_from is not None:
+        raise ValueError("WEIGHTS and --init-from both give the weights to start from; leave --init-from out")
     return run_config(settings.run.replace(init_from=settings.weights), settings.out, resume=settings.resume)
 
 
