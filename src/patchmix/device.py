@@ -1,6 +1,7 @@
 """Which device a process computes on, in which precision, and whether it can compile."""
 
 import os
+import re
 import shutil
 
 import torch
@@ -12,10 +13,9 @@ def resolve_device(name: str = "auto") -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device {name!r} can't be used here; use auto, cpu or cuda") from None
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", name):
+        raise ValueError(f"device {name!r} can't be used here; use auto, cpu or cuda")
+    device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device is cuda, but torch sees no GPU; use --device cpu or install a CUDA driver")

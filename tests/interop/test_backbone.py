@@ -230,5 +230,6 @@ def test_wrong_arguments(backbone: Backbone, images: torch.Tensor) -> None:
         backbone.embed(images, pool="max")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size is 0"):
         backbone.embed(images, batch_size=0)
-    with pytest.raises(ValueError, match="device 'gpu' can't be used here"):
-        backbone.embed(images, device="gpu")
+    for device in ("gpu", "mps", "meta"):
+        with pytest.raises(ValueError, match=f"device '{device}' can't be used here"):
+            backbone.embed(images, device=device)
