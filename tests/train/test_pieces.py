@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
 import pickle
@@ -220,6 +221,21 @@ def test_log_writes_json_lines_and_tensorboard(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert row == {"kind": "train", "step": 3, "loss": 1.5, "odd": None}
     assert list(tmp_path.glob("events*"))
+
+
+def test_a_full_disk_that_tensorboard_notices_is_told_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = RunLog(tmp_path)
+    monkeypatch.setattr(log._board, "add_scalar", full)
+    with pytest.raises(
+        ValueError, match=r"No space left on device\); free some space, then continue with --resume auto"
+    ):
+        log.record("train", 1, {"loss": 1.0})
+    log.close()
 
 
 def test_a_silent_log_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,16 +86,16 @@ class RunLog:
         if self.folder is None or (kind, step) in self._kept:  # a finished run that is resumed evaluates again
             return
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        named = {f"{kind}/{key}": value for key, value in values.items()}
         try:
             self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
             self._file.flush()
+            for name, value in named.items():
+                self._board.add_scalar(name, value, step)
         except OSError as error:
             raise ValueError(
                 f"can't write {self.path} ({error.strerror}); free some space, then continue with --resume auto"
             ) from error
-        named = {f"{kind}/{key}": value for key, value in values.items()}
-        for name, value in named.items():
-            self._board.add_scalar(name, value, step)
         for log, _ in self._trackers:
             log(named, step=step)
 
@@ -170,10 +170,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; a last line that was cut short by a crash is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+        with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return rows
 
 
