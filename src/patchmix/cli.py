@@ -260,7 +260,6 @@ def parse(cls: type[Any], args: list[str], prog: str) -> Any:
     required = {each.name: tyro.MISSING for each in fields(cls) if each.name in ("out", "ablation", "weights")}
     default = cls(run=replace(config, data=data), recipe=config.recipe, **required)
     parsed = _tyro(cls[type(config.method.options)], args, prog, default)
-    _check_length(decisive["epochs"], parsed.run.train.budget)
     run = from_dict(to_dict(parsed.run))
     if not _starts_processes(parsed):
         _warn_of_unused(cls, config, run)
@@ -293,8 +292,7 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
     own = {name: keywords.pop(name) for name in names if name in keywords}
     decisive = {name: keywords.pop(name) for name in ("data", "model", "method", "epochs") if name in keywords}
     places = {"recipe": own.get("recipe"), "config": Path(own["config"]) if own.get("config") else None}
-    _check_length(decisive.get("epochs"), keywords.get("budget"))
-    config = _start(cls, **places, **decisive)
+    config = _start(cls, **places, **decisive, budget=keywords.get("budget"))
     run = config.replace(**keywords, **options)
     _warn_of_unused(cls, config, run)
     given = {"given": (*decisive, *keywords)} if cls is s.Ablate else {}
@@ -303,11 +301,6 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
 
 def _starts_processes(settings: Any) -> bool:
     return bool(getattr(settings, "devices", None)) and "RANK" not in os.environ  # those that it starts have a rank
-
-
-def _check_length(epochs: float | None, budget: str | None) -> None:
-    if epochs is not None and budget is not None:
-        raise ValueError(f"epochs {epochs:g} and budget {budget} both give the length; give one of them")
 
 
 def _warn_of_unused(cls: type[Any], start: Config, run: Config) -> None:
@@ -328,19 +321,21 @@ def takes_run_settings(cls: type[Any]) -> bool:
 def _peek(args: list[str], prog: str) -> dict[str, Any]:
     """The options that decide the defaults of the others, before everything is parsed."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, kind in {"recipe": str, "config": Path, "model": str, "method": str, "epochs": float}.items():
-        parser.add_argument(f"--{name}", type=kind)
-    parser.add_argument("--precision")
+    kinds: dict[str, type[Any]] = {"config": Path, "epochs": float}
+    for name in ("recipe", "config", "model", "method", "epochs", "budget", "precision"):
+        parser.add_argument(f"--{name}", type=kinds.get(name, str))
     try:
         return vars(parser.parse_known_args(args)[0])
     except argparse.ArgumentError as error:
         raise ValueError(f"{error} ({prog} --help)") from None
 
 
-def _start(cls: type[Any], **given: Any) -> Config:
+def _start(cls: type[Any], *, budget: str | None, **given: Any) -> Config:
     """The recipe or file; `bench` takes a batch that any machine has memory for, and generated images."""
     if given.get("recipe") and given.get("config"):
         raise ValueError("a recipe and a config both give all settings; give one of them")
+    if (epochs := given.get("epochs")) is not None and budget is not None:
+        raise ValueError(f"epochs {epochs:g} and budget {budget} both give the length; give one of them")
     config = start(**given | {"recipe": given.get("recipe") or cls.recipe})
     if cls is not s.Bench:
         return config

@@ -188,7 +188,8 @@ def train_step(
     for micro in range(plan.accumulate):
         batch = next(batches)
         seed_pass(plan.seed, step * plan.accumulate + micro, method)
-        with _no_sync(module, micro < plan.accumulate - 1):
+        earlier = micro < plan.accumulate - 1  # gradients are exchanged in the last pass
+        with module.no_sync() if earlier and isinstance(module, DistributedDataParallel) else nullcontext():
             with phase("forward"), torch.autocast(device.type, dtype=plan.autocast, enabled=plan.autocast is not None):
                 views = prepare(batch)
                 if plan.image_sizes:
@@ -253,10 +254,6 @@ def shrink(views: Sequence[Tensor], size: int) -> list[Tensor]:
     """Both views at this size if they are larger; local crops as they are."""
     two = [F.interpolate(x, (size, size), mode="bilinear", antialias=True) for x in views[:2] if x.shape[-1] > size]
     return [*(two or views[:2]), *views[2:]]
-
-
-def _no_sync(module: nn.Module, active: bool) -> AbstractContextManager[None]:
-    return module.no_sync() if active and isinstance(module, DistributedDataParallel) else nullcontext()
 
 
 def seed_pass(seed: int, number: int, method: Method) -> None:

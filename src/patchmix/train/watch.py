@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import torch
@@ -148,11 +148,9 @@ def catch_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
 
     previous = {}
-    try:
+    with suppress(ValueError):  # not in the main thread: whoever runs us handles signals
         for signum in (signal.SIGINT, signal.SIGTERM):
             previous[signum] = signal.signal(signum, note)
-    except ValueError:  # not in the main thread: whoever runs us handles signals
-        pass
     try:
         yield caught
     finally:
