@@ -25,13 +25,20 @@ from typing_extensions import TypeVar
 from tyro.conf import Positional, Suppress, arg
 
 from patchmix.data import IMAGENET_MEAN, IMAGENET_STD
-from patchmix.methods.options import DISTILLATION, METHOD_OPTIONS, RENAMED, Count, Fraction, PatchMixOptions
+from patchmix.methods.options import (
+    DISTILLATION,
+    METHOD_OPTIONS,
+    RENAMED,
+    Count,
+    Fraction,
+    NonNegative,
+    PatchMixOptions,
+)
 
 Options = TypeVar("Options", default=Any)
 S = TypeVar("S")
 
 Share = Annotated[float, Interval(ge=0, lt=1)]  # not all of it
-NonNegative = Annotated[float, Ge(0)]
 Above0 = Annotated[float, Gt(0)]
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Generic, Literal
 from annotated_types import Ge, Interval
 from tyro.conf import OmitArgPrefixes, Positional, Suppress, UseAppendAction, arg
 
-from patchmix.config import Above0, Config, NonNegative, Options, Share
-from patchmix.methods.options import Count, Fraction, MixName
+from patchmix.config import Above0, Config, Options, Share
+from patchmix.methods.options import Count, Fraction, MixName, NonNegative
 
 Weights = Annotated[Positional[str], arg(metavar="WEIGHTS")]
 Data = Annotated[Positional[str], arg(metavar="DATA")]

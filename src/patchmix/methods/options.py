@@ -10,6 +10,7 @@ from patchmix.schedules import stage
 Count = Annotated[int, Ge(1)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Temperature = Annotated[float, Interval(gt=0, le=1)]
+NonNegative = Annotated[float, Ge(0)]
 MixName = Literal["patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap"]
 
 
@@ -23,9 +24,9 @@ class PatchMixOptions:
     mix_blocks: Annotated[tuple[Count, ...], MinLen(1)] = (1,)
     """Side of the mixed blocks in patches; several values, such as 4 2 1, take equal parts of the training."""
     temperature: Temperature = 0.2  # Temperature τ.
-    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    weights: tuple[NonNegative, NonNegative, NonNegative] = (1.0, 1.0, 1.0)
     """Weights of origin-to-origin, mix-to-origin and mix-to-mix; 0 also leaves out the local crops of the first two."""
-    region_weight: Annotated[float, Ge(0)] = 0.0
+    region_weight: NonNegative = 0.0
     """Weight of region-to-origin: in a mixed image, each original has a class token of its own, a query for its key."""
     mixed_ramp: Fraction = 0.0  # Fraction of the training over which the weights of the mixed terms rise from 0.
     directions: Literal["paper", "shared", "symmetric"] = "paper"
@@ -115,7 +116,7 @@ class DINOOptions:
 class IBOTOptions(DINOOptions):
     """iBOT, with the paper's defaults for ViT (Section 4 and appendix B); epochs became fractions of the training."""
 
-    weights: tuple[float, float] = (1.0, 1.0)  # Weights of L_CLS and L_MIM.
+    weights: tuple[NonNegative, NonNegative] = (1.0, 1.0)  # Weights of L_CLS and L_MIM.
     mask_probability: Fraction = 0.5  # Probability that a view is masked.
     mask_ratio: tuple[Fraction, Fraction] = (0.1, 0.5)  # Range of the fraction of masked patches.
     teacher_patch_temperature: tuple[Temperature, Temperature] = (0.04, 0.07)  # Teacher τ_t of patch tokens, likewise.
@@ -129,7 +130,8 @@ class SDMPOptions(MoCoV3Options):
 
     mix: Literal["resizemix", "cutmix", "mixup", "all"] = "resizemix"  # The mix; all draws one of the three per step.
     pasted_area: tuple[Fraction, Fraction] = (0.1, 0.9)  # Range of the fraction of an image that ResizeMix pastes over.
-    weights: tuple[float, float, float] = (1.0, 0.5, 0.5)  # Weights of source-to-source, mix-to-source and mix-to-mix.
+    weights: tuple[NonNegative, NonNegative, NonNegative] = (1.0, 0.5, 0.5)
+    """Weights of source-to-source, mix-to-source and mix-to-mix."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class RegionCLOptions:
     """RegionCL: regions as in the authors' configuration, weights as in the paper; heads and momentum are MoCo v3's."""
 
     region_sides: tuple[float, float] = (3 / 7, 5 / 7)  # Range of the region's side, as a fraction of the image's.
-    weights: tuple[float, float] = (1.0, 1.0)  # Weights of the instance level and the region level.
+    weights: tuple[NonNegative, NonNegative] = (1.0, 1.0)  # Weights of the instance level and the region level.
     temperature: Temperature = 0.2  # Temperature τ.
     momentum: Fraction = 0.99  # Momentum m at the start; it rises to 1 by a cosine.
     head_hidden: Count = 4096  # Width of the heads' hidden layers.
@@ -150,7 +152,7 @@ class DistillOptions:
 
     teacher: str = ""  # The encoder to learn from: a run, a file, timm:NAME or hf://USER/NAME.
     distance: Literal["cosine", "mse"] = "cosine"  # How the features of student and teacher are compared.
-    weights: tuple[float, float] = (1.0, 1.0)  # Weights of the class token and of the patch tokens.
+    weights: tuple[NonNegative, NonNegative] = (1.0, 1.0)  # Weights of the class token and of the patch tokens.
 
 
 METHOD_OPTIONS: dict[str, type[Any]] = {
