@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from patchmix.evaluate.results import Result, append_result
+from patchmix.interop.loading import load_backbone
 from patchmix.report.page import read_record, report
 from patchmix.settings import Compare, Report
 from patchmix.study.compare import compare, rows_of
@@ -15,7 +16,7 @@ from patchmix.study.compare import compare, rows_of
 
 @pytest.fixture
 def run(own_run: Path) -> Path:
-    common = {"fingerprint": "f", "encoder": "vit", "weights": "0123456789"}
+    common = {"fingerprint": "f", "encoder": "vit", "weights": load_backbone(own_run).digest()}
     append_result(own_run, Result("knn", {"top1": 0.5}, 100, "shapes", **common))
     append_result(own_run, Result("detect", {"box_ap": 0.519, "mask_ap": 0.461}, 50, "coco", **common))
     return own_run
