@@ -21,6 +21,7 @@ from torch.nn.functional import normalize
 
 from patchmix.build import build_method
 from patchmix.data.sources import open_source
+from patchmix.evaluate.results import t_quantile
 from patchmix.methods.patchmix import PatchMixMethod
 from patchmix.report.ablation_table import over_seeds
 from patchmix.report.curves import PANELS, curves_figure, read_history
@@ -43,10 +44,24 @@ TIMES = {  # minutes on one core: group and name of the trainings, a mark for ea
         60: ("hour", "fast"),
     },
     "MoCo v3, fast": {5: ("views", "mocov3, all views"), 20: ("speed", "mocov3, 20 minutes"), 60: ("hour", "mocov3")},
+    "SimCLR, fast": {20: ("speed", "simclr, 20 minutes")},
     "PatchMix, fast, patch 4": {120: ("long", "fast, patch 4")},
     "PatchMix, paper": {20: ("speed", "paper")},
     "MoCo v3, paper": {20: ("speed", "mocov3, own settings")},
     "PatchMix, official": {20: ("speed", "official")},
+}
+DAYS = ("without", "without, another day")  # groups of changes of `fast`: their cores differ in speed
+CPU_TIME = {"patchmix": "fast", "mocov3": "mocov3"}  # `methods` with 2e-3 had minutes by the clock, `without` had not
+EVALUATIONS = {  # of trainings on few images: their group in the log
+    "knn": ("small", "kNN"),
+    "linear": ("small", "linear"),
+    "finetune": ("labels", "fine-tuned"),
+}
+DETAILS = {
+    "simclr": ", τ = 0.5",
+    "swav": ", 300 prototypes, queue of 1,024, ε = 0.03",
+    "dino": ", 2,048 prototypes",
+    "ibot": ", 2,048 prototypes",
 }
 
 
@@ -54,10 +69,10 @@ class Part(NamedTuple):
     """A row of the table of what each part of `fast` gives."""
 
     label: str
-    knn: dict[str, float]  # by seed
+    knn: dict[tuple[str, str], float]  # by day and seed
     images: list[int]  # seen in the training
     tflops: list[float]  # that it took
-    gains: list[float]  # kNN minus that of `fast` with the same seed
+    gains: list[float]  # kNN minus that of `fast` on the same day with the same seed
 
 
 def read_runs() -> list[dict[str, str]]:
@@ -103,9 +118,9 @@ def show_views() -> None:
             values = [knn[method][seed] for seed in seeds]
             axis.plot(values, [height + shift] * len(values), "o", color=color, markersize=4)
             axis.plot(statistics.mean(values), height + shift, "|", color=color, markersize=14)
-        gain = over_seeds([knn["fast"][seed] - knn["mocov3"][seed] for seed in seeds])
+        gain = with_interval([knn["fast"][seed] - knn["mocov3"][seed] for seed in seeds])
         means = " | ".join(f"{statistics.mean(knn[method][seed] for seed in seeds):.1f}" for method in METHODS)
-        print(f"| {views} | {means} | {gain.mean:+.1f} ± {gain.high - gain.mean:.1f} |")
+        print(f"| {views} | {means} | {gain} |")
     axis.set_yticks(range(len(found)), list(reversed(found)))
     axis.set_ylim(-0.5, len(found) - 0.5)
     axis.set_xlabel("kNN of CIFAR-10's test images in %, after 5 minutes on one core")
@@ -117,34 +132,65 @@ def show_views() -> None:
 
 def read_parts() -> dict[str, Part]:
     """`fast` and its changes, from the greatest loss to the greatest gain."""
-    runs = [run for run in read_runs() if run["group"] == "without"]
     parts: dict[str, Part] = {}
-    for run in runs:
+    for run in read_runs():
+        if run["group"] not in DAYS:
+            continue
         name, flags = run["name"].replace("mocov3", "MoCo v3"), run["settings"]
         label = name if "MoCo v3" in name or not flags else f"{name} (`{flags}`)"
         part = parts.setdefault(name, Part(label, {}, [], [], []))
-        part.knn[run["seed"]] = float(run["knn"])
+        part.knn[run["group"], run["seed"]] = float(run["knn"])
         part.images.append(int(run["images"]))
         part.tflops.append(part.images[-1] * float(run["gflops_per_image"]) / 1000)
     fast = parts["fast"].knn
     for part in parts.values():
-        part.gains.extend(knn - fast[seed] for seed, knn in part.knn.items())
+        part.gains.extend(knn - fast[day_and_seed] for day_and_seed, knn in part.knn.items())
     return dict(sorted(parts.items(), key=lambda item: statistics.mean(item[1].gains)))
 
 
 def table_of_parts(parts: dict[str, Part]) -> list[str]:
     """The rows of the table in docs/results.md."""
-    lines = []
+    half, lines = pooled_interval([part.gains for part in parts.values() if part.label != "fast"]), []
     for part in parts.values():
-        gain = f"{round(statistics.mean(part.gains), 1) + 0.0:+.1f}".replace("-", "−")
-        if len(part.gains) > 2:
-            interval = over_seeds(part.gains)
-            gain += f" ± {interval.high - interval.mean:.1f}"
         cells = [part.label, len(part.knn), f"{statistics.mean(part.images):,.0f}"]
         cells += [f"{statistics.mean(part.tflops):.1f}", f"{statistics.mean(part.knn.values()):.1f}"]
-        cells += ["" if part.label == "fast" else gain]
+        cells += ["" if part.label == "fast" else with_interval(part.gains, half)]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
+
+
+def pooled_interval(groups: list[list[float]]) -> float:
+    """Half of the 95 % interval of one value; its spread is taken to be the same in all groups."""
+    freedom = sum(len(values) - 1 for values in groups)
+    squares = sum(statistics.variance(values) * (len(values) - 1) for values in groups if len(values) > 1)
+    return t_quantile(freedom) * (squares / freedom) ** 0.5
+
+
+def table_of_methods() -> list[str]:
+    """Likewise, of methods: cost, images seen, kNN by learning rate and of more seeds with the best one, and kNN with
+    flips only; the best first."""
+    runs = read_runs()
+
+    def of(group: str, name: str) -> list[dict[str, str]]:
+        return [run for run in runs if (run["group"], run["name"]) == (group, name)]
+
+    rows = []
+    for run in runs:
+        method = run["name"].removeprefix("lr 1e-3, ")
+        if run["group"] != "methods" or method == run["name"]:
+            continue
+        by_rate = {lr: of("methods", f"lr {lr}, {method}")[0] for lr in ("1e-3", "2e-3", "4e-3")}
+        if method in CPU_TIME:
+            by_rate["2e-3"] = of("without", CPU_TIME[method])[0]
+        best = max(by_rate.values(), key=lambda run: float(run["knn"]))
+        seeds = [float(run["knn"]) for run in (best, *of("methods again", method))]
+        images = statistics.mean(int(run["images"]) for run in (best, *of("methods again", method)))
+        cells = [f"`{method}`{DETAILS.get(method, '')}", f"{float(best['gflops_per_image']):.3f}", f"{images:,.0f}"]
+        cells += [f"{float(run['knn']):.1f}" for run in by_rate.values()]
+        cells += [f"{statistics.mean(seeds):.1f}" + (f" ({len(seeds)})" if len(seeds) > 1 else "")]
+        cells += [f"{float(of('flips', method)[0]['knn']):.1f}"]
+        rows.append((statistics.mean(seeds), f"| {' | '.join(cells)} |"))
+    return [line for _, line in sorted(rows, reverse=True)]
 
 
 def table_of_mixes() -> list[str]:
@@ -161,11 +207,40 @@ def table_of_mixes() -> list[str]:
     return [line for _, line in sorted(rows, reverse=True)]
 
 
+def table_of_few_images() -> list[str]:
+    """Likewise, of trainings on few images: how they are evaluated, and the mean over the seeds of each method."""
+    runs, rows = read_runs(), []
+    for images in (1_000, 5_000, 20_000):
+        for column, (group, label) in EVALUATIONS.items():
+            found: dict[str, dict[str, float]] = defaultdict(dict)
+            for run in runs:
+                method, _, rest = run["name"].partition(", ")
+                if run["group"] == group and rest == f"{images} images" and run[column]:
+                    found[method][run["seed"]] = float(run[column])
+            if "fast" not in found:
+                continue
+            seeds = sorted(found["fast"].keys() & found["mocov3"].keys())
+            pairs = [[found[method][seed] for seed in seeds] for method in ("fast", "mocov3")]
+            gains = [fast - moco for fast, moco in zip(*pairs, strict=True)]
+            means = [f"{statistics.mean(values):.1f}" for values in (*pairs, found["sdmp"].values())]
+            rows.append(f"| {' | '.join([f'{images:,}', label, *means, with_interval(gains), str(len(gains))])} |")
+    return rows
+
+
+def with_interval(gains: list[float], half: float | None = None) -> str:
+    """The mean difference ± half of its 95 % interval: of three seeds, unless `half` is that of one."""
+    text = f"{round(statistics.mean(gains), 1) + 0.0:+.1f}".replace("-", "−")
+    if half is None and len(gains) < 3:
+        return text
+    error = over_seeds(gains).high - statistics.mean(gains) if half is None else half / len(gains) ** 0.5
+    return f"{text} ± {error:.1f}"
+
+
 @style()
 def show_parts() -> None:
     """What each change of `fast` gives, a mark for each seed."""
     parts = read_parts()
-    print(*table_of_parts(parts), *table_of_mixes(), sep="\n")
+    print(*table_of_parts(parts), *table_of_methods(), *table_of_mixes(), *table_of_few_images(), sep="\n")
     names = [name for name in parts if name != "fast"]
     figure = Figure(figsize=(7.0, 0.8 + 0.2 * len(names)))
     axis = figure.subplots()

@@ -30,9 +30,7 @@ def experiments() -> Any:
     return script(DOCS / "results" / "experiments.py")
 
 
-@pytest.mark.parametrize(
-    "group", ["views", "speed", "without", "methods", "mixes", "flips", "small", "labels", "hour", "long", "photos"]
-)
+@pytest.mark.parametrize("group", script(DOCS / "results" / "experiments.py").GROUPS)
 def test_every_training_is_a_known_one(experiments: Any, group: str) -> None:
     seen = set()
     for training in experiments.rows(group):
@@ -94,7 +92,7 @@ def test_tables_of_the_results_follow_from_the_log() -> None:
     page, figures = (DOCS / "results.md").read_text(encoding="utf-8"), script(DOCS / "figures.py")
     parts = figures.table_of_parts(figures.read_parts())
     assert len(parts) > 20
-    for rows in (parts, figures.table_of_mixes()):
+    for rows in (parts, figures.table_of_methods(), figures.table_of_mixes()):
         assert "\n".join(rows) in page
 
 

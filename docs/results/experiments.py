@@ -67,6 +67,10 @@ WITHOUT = {  # `fast` with a change
     "ramp": "--mixed-ramp 0.3",
     "half of the mixes": "--mixed-share 0.5",
     "fixed positions": "--positions fixed-sincos",
+    "no momentum encoder": "--no-momentum-encoder",
+    "momentum 0.9": "--momentum 0.9",
+    "mocov3, momentum 0.9": MOCO.replace("0.99", "0.9"),
+    "temperature 0.3": "--temperature 0.3",
     "mix-to-mix": "--weights 0.5 0.25 0.25 --normalize-mix-to-mix",
 }
 
@@ -83,6 +87,17 @@ METHODS = {  # with `fast`'s views, encoder, optimizer and batch
     "ibot": f"--method ibot {PROTOTYPES}",
     "sdmp": f"--method sdmp --no-frozen-patch-embed {HEADS}",
     "regioncl": f"--method regioncl {HEADS}",
+}
+RATES = {  # the best --base-lr of each in one seed of group `methods` or `mixes`, by training images
+    "simclr": "4e-3",
+    "patchmix": "2e-3",
+    "mocov3": "2e-3",
+    "regioncl": "2e-3",
+    "sdmp": "2e-3",
+    "swav": "1e-3",
+    "byol": "2e-3",
+    "ibot": "2e-3",
+    "dino": "2e-3",
 }
 MIXES = {  # in `fast` without regions, which only whole patches have
     mix: f"--mix {mix} --region-weight 0"
@@ -114,6 +129,9 @@ def rows(group: str) -> Iterator[Training]:
         for seed in (0, 1, 2):
             for name, method in PAIR.items():
                 yield Training(f"{name}, 20 minutes", seed, "20min", method)
+        for seed in (0, 1, 2):
+            simclr = f"{METHODS['simclr']} --base-lr {RATES['simclr']}"
+            yield Training("simclr, 20 minutes", seed, "20min", simclr)
         yield Training("paper", 0, "20min", f"--recipe paper {ENCODER}")
         yield Training("mocov3, own settings", 0, "20min", f"--recipe paper --method mocov3 {ENCODER}")
         yield Training("official", 0, "20min", f"--recipe official {ENCODER}")
@@ -125,6 +143,10 @@ def rows(group: str) -> Iterator[Training]:
         for lr in ("2e-3", "1e-3", "4e-3"):
             for name, settings in CHOICES[group].items():
                 yield Training(f"lr {lr}, {name}", 0, "5min", f"{settings} --base-lr {lr}".strip(), tested=False)
+    elif group == "methods again":  # more seeds, each with its own learning rate
+        for seed in (1, 2):
+            for name, lr in RATES.items():
+                yield Training(name, seed, "5min", f"{METHODS[name]} --base-lr {lr}".strip(), tested=False)
     elif group == "flips":  # all methods where the only augmentation is a flip
         for name, settings in METHODS.items():
             yield Training(name, 0, "5min", f"{settings} {VIEWS['flips']}".strip(), tested=False)
@@ -135,14 +157,14 @@ def rows(group: str) -> Iterator[Training]:
                     label = f"{name}, {images} images"
                     yield Training(label, seed, "10min", METHODS[method], slice(images), True, FROZEN)
     elif group == "labels":  # the same, then trained with their labels; and that from nothing
-        for images in (1_000, 5_000, 20_000):
-            finetune = "finetune --epochs 8 --base-lr 1e-3 --batch-size 128"  # of 20,000 images, see `repeated`
-            for name, method in COMPARED.items():
-                yield Training(
-                    f"{name}, {images} images", 0, "10min", METHODS[method], slice(images), True, (finetune,)
-                )
-            finetune += " --layer-decay 1"
-            yield Training(f"supervised, {images} images", 0, "1s", "", slice(images), True, (finetune,))
+        finetune = "finetune --epochs 8 --base-lr 1e-3 --batch-size 128"  # of 20,000 images, see `repeated`
+        for seed in (0, 1, 2):
+            for images in (1_000, 5_000, 20_000):
+                for name, method in COMPARED.items():
+                    label = f"{name}, {images} images"
+                    yield Training(label, seed, "10min", METHODS[method], slice(images), True, (finetune,))
+                scratch = (f"{finetune} --layer-decay 1",)
+                yield Training(f"supervised, {images} images", seed, "1s", "", slice(images), True, scratch)
     elif group == "hour":
         for name, method in PAIR.items():
             yield Training(name, 0, "60min", method, evaluations=FROZEN)
@@ -155,14 +177,14 @@ def rows(group: str) -> Iterator[Training]:
         for name, method in PAIR.items():
             yield Training(name, 0, "45min", f"{method} {settings}".strip(), evaluations=FROZEN)
     else:
-        known = ("views", "speed", "without", *CHOICES, "flips", "small", "labels", "hour", "long", "photos")
-        raise SystemExit(f"group {group!r} is unknown; known: {', '.join(known)}")
+        raise SystemExit(f"group {group!r} is unknown; known: {', '.join(GROUPS)}")
 
 
 PAIR = {"fast": "", "mocov3": MOCO}
 FROZEN = ("knn", "linear --protocol fast")  # evaluations of the encoder as it is
 COMPARED = {"fast": "patchmix", "mocov3": "mocov3", "sdmp": "sdmp"}
 CHOICES = {"methods": METHODS, "mixes": MIXES}
+GROUPS = ("views", "speed", "without", *CHOICES, "methods again", "flips", "small", "labels", "hour", "long", "photos")
 
 
 def main(args: list[str] | None = None) -> None:
