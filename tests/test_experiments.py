@@ -92,7 +92,7 @@ def test_tables_of_the_results_follow_from_the_log() -> None:
     page, figures = (DOCS / "results.md").read_text(encoding="utf-8"), script(DOCS / "figures.py")
     parts = figures.table_of_parts(figures.read_parts())
     assert len(parts) > 20
-    for rows in (parts, figures.table_of_methods(), figures.table_of_mixes()):
+    for rows in (parts, figures.table_of_methods(), figures.table_of_mixes(), figures.table_of_few_images()):
         assert "\n".join(rows) in page
 
 

@@ -90,7 +90,7 @@ METHODS = {  # with `fast`'s views, encoder, optimizer and batch
     "sdmp": f"--method sdmp --no-frozen-patch-embed {HEADS}",
     "regioncl": f"--method regioncl {HEADS}",
 }
-RATES = {  # the best --base-lr of each in one seed of group `methods` or `mixes`, by training images
+RATES = {  # the best --base-lr of each in one seed of group `methods`
     "simclr": "4e-3",
     "patchmix": "2e-3",
     "mocov3": "2e-3",
