@@ -56,6 +56,8 @@ TINY = [
         (["shapes", "--out", "OUT", "--teacher", "a"], "unknown option '--teacher'; it belongs to method distill"),
         (["shapes", "--out", "OUT", "--method", "byol", "--epsilon", "1"], "'--epsilon'; it belongs to method swav"),
         (["shapes", "--out", "OUT", "--epochs", "-1"], "epochs is -1; it must be greater than 0"),
+        (["shapes", "--out", "OUT", "--base-lr", "inf"], "base_lr is inf; it must be less than inf"),
+        (["shapes", "--out", "OUT", "--monitor-every", "inf"], "monitor_every is inf; it must be less than inf"),
         (["shapes", "--out", "OUT", "--budget", "soon"], "write it as 45min"),
         (["shapes", "--out", "OUT", "--devices", "0"], "devices is 0; it must be greater than or equal to 1"),
         (["shapes:40", "--out", "OUT", "--recipe", "demo"], "fewer than the batch size"),
@@ -396,6 +398,17 @@ def test_what_is_given_beside_a_config_wins_or_is_refused(tmp_path: Path) -> Non
         from_keywords(Pretrain, "shapes", "a", epochs=1, budget="6s")
     with pytest.raises(ValueError, match="a recipe and a config both give all settings"):
         parsed("--config", str(tmp_path), "--recipe", "fast")
+    (tmp_path / "config.yaml").write_text(to_yaml(run).replace("dim: 24", "dim: 0"))
+    with pytest.raises(ValueError, match=r"config\.yaml: model\.dim is 0; it must be greater than or equal to 1"):
+        parsed("--config", str(tmp_path))
+
+
+def test_devices_beside_a_launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+    line = fails(capsys, "pretrain", "shapes", "--out", "a", "--devices", "2")
+    assert "devices is 2, but a launcher has started 4 processes; leave --devices out" in line
+    assert parse(Pretrain, ["shapes", "--out", "a", "--devices", "4"], "patchmix pretrain").devices == 4
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,12 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
 
 
 def _starts_processes(settings: Any) -> bool:
-    return bool(getattr(settings, "devices", None)) and "RANK" not in os.environ  # those that it starts have a rank
+    devices = getattr(settings, "devices", None)
+    if devices is None or "RANK" not in os.environ:
+        return devices is not None
+    if (processes := os.environ.get("WORLD_SIZE", str(devices))) != str(devices):  # not those that `launch` starts
+        raise ValueError(f"devices is {devices}, but a launcher has started {processes} processes; leave --devices out")
+    return False
 
 
 def _warn_of_unused(cls: type[Any], start: Config, run: Config) -> None:

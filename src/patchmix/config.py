@@ -16,11 +16,12 @@ import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal
 
 import yaml
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Gt, Interval, Lt
 from typing_extensions import TypeVar
 from tyro.conf import Positional, Suppress, arg
 
@@ -39,7 +40,7 @@ Options = TypeVar("Options", default=Any)
 S = TypeVar("S")
 
 Share = Annotated[float, Interval(ge=0, lt=1)]  # not all of it
-Above0 = Annotated[float, Gt(0)]
+Above0 = Annotated[float, Gt(0), Lt(inf)]
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,10 @@ def read_config(path: Path) -> Config:
     path = path / "config.yaml" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"there is no configuration {path}; give a config.yaml or a run's folder")
-    return from_yaml(path.read_text(encoding="utf-8"))
+    try:
+        return from_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of one line, or bytes that are not text
+        raise ValueError(f"{path}: {error}") from error
 
 
 def flat(config: Config) -> dict[str, tuple[tuple[str, ...], Any]]:

@@ -1,16 +1,17 @@
 """The options of every method, with the papers' defaults: the comment behind a field is its help. No torch here."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Interval, MinLen
+from annotated_types import Ge, Interval, Lt, MinLen
 
 from patchmix.schedules import stage
 
 Count = Annotated[int, Ge(1)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Temperature = Annotated[float, Interval(gt=0, le=1)]
-NonNegative = Annotated[float, Ge(0)]
+NonNegative = Annotated[float, Ge(0), Lt(inf)]
 MixName = Literal["patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap"]
 
 
