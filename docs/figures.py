@@ -27,7 +27,7 @@ from patchmix.report.ablation_table import over_seeds
 from patchmix.report.curves import PANELS, curves_figure, read_history
 from patchmix.report.figures import show_mix
 from patchmix.report.gallery import crop_batch
-from patchmix.report.style import COLORS, MATRIX, style, write
+from patchmix.report.style import COLORS, MATRIX, look, style, write
 from patchmix.run import Run
 from patchmix.settings import ShowMix
 from patchmix.train.checkpoint import load_checkpoint
@@ -37,27 +37,35 @@ IMAGES = DOCS / "images"
 METHODS = {"fast": "PatchMix", "mocov3": "MoCo v3"}
 VIEWS = {"flips": "flips only", "all views": "crops, flips, colors"}  # other groups of views keep their name
 TIMES = {  # minutes on one core: group and name of the trainings, a mark for each seed
-    "PatchMix, fast": {
-        1.25: ("speed", "fast"),
-        5: ("views", "fast, all views"),
-        20: ("speed", "fast, 20 minutes"),
-        60: ("hour", "fast"),
-    },
-    "MoCo v3, fast": {5: ("views", "mocov3, all views"), 20: ("speed", "mocov3, 20 minutes"), 60: ("hour", "mocov3")},
+    "PatchMix, fast": {5: ("views", "fast, all views"), 20: ("speed", "fast, 20 minutes")},
+    "MoCo v3, fast": {5: ("views", "mocov3, all views"), 20: ("speed", "mocov3, 20 minutes")},
     "SimCLR, fast": {20: ("speed", "simclr, 20 minutes")},
-    "PatchMix, fast, patch 4": {120: ("long", "fast, patch 4")},
+    "PatchMix, momentum 0.99": {
+        1.25: ("speed, momentum 0.99", "fast"),
+        5: ("views, momentum 0.99", "fast, all views"),
+        20: ("speed, momentum 0.99", "fast, 20 minutes"),
+        60: ("hour, momentum 0.99", "fast"),
+    },
+    "MoCo v3, momentum 0.99": {
+        5: ("views, momentum 0.99", "mocov3, all views"),
+        20: ("speed, momentum 0.99", "mocov3, 20 minutes"),
+        60: ("hour, momentum 0.99", "mocov3"),
+    },
+    "PatchMix, momentum 0.99, patch 4": {120: ("long", "fast, patch 4")},
     "PatchMix, paper": {20: ("speed", "paper")},
     "MoCo v3, paper": {20: ("speed", "mocov3, own settings")},
     "PatchMix, official": {20: ("speed", "official")},
 }
 DAYS = ("without", "without, another day")  # groups of changes of `fast`: their cores differ in speed
-CPU_TIME = {"patchmix": "fast", "mocov3": "mocov3"}  # `methods` with 2e-3 had minutes by the clock, `without` had not
+EARLIER = "--momentum 0.99"  # of `fast` in these groups
 EVALUATIONS = {  # of trainings on few images: their group in the log
     "knn": ("small", "kNN"),
     "linear": ("small", "linear"),
     "finetune": ("labels", "fine-tuned"),
 }
 DETAILS = {
+    "patchmix": ", momentum 0.9",
+    "mocov3": ", momentum 0.9",
     "simclr": ", τ = 0.5",
     "swav": ", 300 prototypes, queue of 1,024, ε = 0.03",
     "dino": ", 2,048 prototypes",
@@ -85,14 +93,15 @@ def show_times() -> None:
     """kNN over the time of whole trainings."""
     figure = Figure(figsize=(7.0, 3.0))
     axis, runs = figure.subplots(), read_runs()
-    for color, (label, times) in zip(COLORS, TIMES.items(), strict=False):
+    for index, (label, times) in enumerate(TIMES.items()):
+        color, mark = look(index, ("o", "s"))
         knn = {
             minutes: [float(run["knn"]) for run in runs if (run["group"], run["name"]) == training]
             for minutes, training in times.items()
         }
         axis.plot(list(knn), [statistics.mean(values) for values in knn.values()], color=color)
         marks = [(minutes, value) for minutes, values in knn.items() for value in values]
-        axis.plot(*zip(*marks, strict=True), "o", color=color, markersize=4, label=label)
+        axis.plot(*zip(*marks, strict=True), mark, color=color, markersize=4, label=label)
     axis.set_xscale("log")
     ticks = sorted({minutes for times in TIMES.values() for minutes in times})
     axis.set_xticks(ticks, [f"{minutes:g}" for minutes in ticks], minor=False)
@@ -136,7 +145,7 @@ def read_parts() -> dict[str, Part]:
     for run in read_runs():
         if run["group"] not in DAYS:
             continue
-        name, flags = run["name"].replace("mocov3", "MoCo v3"), run["settings"]
+        name, flags = run["name"].replace("mocov3", "MoCo v3"), run["settings"].removesuffix(EARLIER).strip()
         label = name if "MoCo v3" in name or not flags else f"{name} (`{flags}`)"
         part = parts.setdefault(name, Part(label, {}, [], [], []))
         part.knn[run["group"], run["seed"]] = float(run["knn"])
@@ -180,8 +189,6 @@ def table_of_methods() -> list[str]:
         if run["group"] != "methods" or method == run["name"]:
             continue
         by_rate = {lr: of("methods", f"lr {lr}, {method}")[0] for lr in ("1e-3", "2e-3", "4e-3")}
-        if method in CPU_TIME:
-            by_rate["2e-3"] = of("without", CPU_TIME[method])[0]
         best = max(by_rate.values(), key=lambda run: float(run["knn"]))
         seeds = [float(run["knn"]) for run in (best, *of("methods again", method))]
         images = statistics.mean(int(run["images"]) for run in (best, *of("methods again", method)))

@@ -60,7 +60,7 @@ def test_what_is_in_the_log_is_not_trained_again(
     with pytest.raises(KeyboardInterrupt):
         experiments.main(call)
     trained.clear()
-    experiments.main([*call, "--budget", "1min", "--only", "fast, fl"])
+    experiments.main([*call, "--budget", "1min", "--settings=--momentum 0.99", "--only", "fast, fl"])
     with log.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["name"], row["seed"], row["budget"]) for row in rows] == [
@@ -69,6 +69,7 @@ def test_what_is_in_the_log_is_not_trained_again(
         ("fast, flips", "1", "5min"),
         ("fast, flips", "2", "1min"),
     ]
+    assert rows[-1]["settings"] == f"{experiments.VIEWS['flips']} --momentum 0.99"
     assert len(trained) == 1
 
 

@@ -31,8 +31,8 @@ from patchmix.cli import main
 main()
 """
 
-# MoCo v3 with everything of `fast` that is not PatchMix: views, encoder, heads, optimizer, batch.
-MOCO = "--method mocov3 --momentum 0.99 --head-hidden 512 --head-out 128 --no-frozen-patch-embed"
+# MoCo v3 with everything of `fast` that is not PatchMix: views, encoder, heads, momentum, optimizer, batch.
+MOCO = "--method mocov3 --momentum 0.9 --head-hidden 512 --head-out 128 --no-frozen-patch-embed"
 ENCODER = "--model vit_tiny_patch8_32 --dim 128 --depth 4 --heads 4"
 
 VIEWS = {  # in the order of what they tell
@@ -68,10 +68,10 @@ WITHOUT = {  # `fast` with a change
     "half of the mixes": "--mixed-share 0.5",
     "fixed positions": "--positions fixed-sincos",
     "no momentum encoder": "--no-momentum-encoder",
+    "momentum 0.99": "--momentum 0.99",
     "momentum 0.95": "--momentum 0.95",
-    "momentum 0.9": "--momentum 0.9",
     "momentum 0.8": "--momentum 0.8",
-    "mocov3, momentum 0.9": MOCO.replace("0.99", "0.9"),
+    "mocov3, momentum 0.99": MOCO.replace("0.9 ", "0.99 "),
     "temperature 0.3": "--temperature 0.3",
     "mix-to-mix": "--weights 0.5 0.25 0.25 --normalize-mix-to-mix",
 }
@@ -90,7 +90,7 @@ METHODS = {  # with `fast`'s views, encoder, optimizer and batch
     "sdmp": f"--method sdmp --no-frozen-patch-embed {HEADS}",
     "regioncl": f"--method regioncl {HEADS}",
 }
-RATES = {  # the best --base-lr of each in one seed of group `methods`
+RATES = {  # the best --base-lr of each in one seed of group `methods`, or as good
     "simclr": "4e-3",
     "patchmix": "2e-3",
     "mocov3": "2e-3",
@@ -197,6 +197,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--csv", type=Path, help="the log of all runs; by default OUT/runs.csv")
     parser.add_argument("--only", default="", help="trainings whose 'NAME, seed S' begins so")
     parser.add_argument("--budget", help="for every training, instead of its own")
+    parser.add_argument("--settings", default="", help="flags for every training, after its own")
     arguments = parser.parse_args(args)
     log, done = arguments.csv or arguments.out / "runs.csv", set()
     if log.exists():
@@ -207,7 +208,10 @@ def main(args: list[str] | None = None) -> None:
             label = f"{training.name}, seed {training.seed}"
             if (group, training.name, training.seed) in done or not label.startswith(arguments.only):
                 continue
-            training = training._replace(budget=arguments.budget or training.budget)
+            training = training._replace(
+                budget=arguments.budget or training.budget,
+                settings=f"{training.settings} {arguments.settings}".strip(),
+            )
             kept = "small" if group == "labels" else group
             folder = arguments.out / kept / re.sub(r"\W+", "-", f"{training.name}-{training.seed}")
             found = train(cut(arguments.data, training, arguments.out), folder, flags(training), training.evaluations)
