@@ -135,8 +135,8 @@ function startExplorer(root, data) {
       class: "atlas", viewBox: `0 0 ${width} ${height}`, role: "img",
       "aria-label": `map of all images by ${data.runs[run].name}: first two principal components, the query and its neighbors marked`,
       onclick: (event) => {
-        const box = event.currentTarget.getBoundingClientRect();
-        const x = (event.clientX - box.left) / box.width * width, y = (event.clientY - box.top) / box.height * height;
+        const pixel = new DOMPoint(event.clientX + 0.5, event.clientY + 0.5); // its middle: events have whole numbers
+        const { x, y } = pixel.matrixTransform(event.currentTarget.getScreenCTM().inverse());
         const away = data.keys.map((_, i) => Math.hypot(at(i)[0] - x, at(i)[1] - y));
         choose(away.indexOf(Math.min(...away)), { focus: true });
       },
