@@ -194,10 +194,11 @@ class TestWorkers:
     def test_nothing_is_left_behind(self, end: str, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text(
-            "import multiprocessing, sys, time\n"
+            "import multiprocessing, signal, time\n"
             "from patchmix.data.loader import Loader\n"
             "from patchmix.data.sources import open_source\n"
             "from patchmix.data.views import CenterCrop\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
             "batches = Loader(open_source('shapes:64'), CenterCrop(32), batch_size=8, seed=0, workers=2).batches()\n"
             "next(batches)\n"
             "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
