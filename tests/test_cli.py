@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import patchmix
 from patchmix.cli import from_keywords, main, parse
 from patchmix.config import Config, to_yaml
 from patchmix.settings import Adapt, Bench, Knn, Pretrain
+from patchmix.train.watch import Interrupted
 
 
 def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
@@ -223,6 +225,18 @@ def test_quiet_and_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(ValueError, match="nowhere"):  # the traceback
         main(["pretrain", "nowhere", "--out", str(tmp_path / "d"), "--verbose"])
     assert "PATCHMIX_OUTPUT" not in os.environ
+
+
+def test_an_interrupted_demo_is_continued_by_the_call_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(config: Config, out: Path, *, resume: str | None = None) -> None:
+        assert (config.recipe, resume) == ("demo", "auto")
+        raise Interrupted(signal.SIGINT, "stopped at step 3; its checkpoint is written")
+
+    monkeypatch.setattr("patchmix.demo.run_config", interrupted)
+    error = fails(capsys, "demo", "--out", str(tmp_path), "--budget", "9s", code=128 + signal.SIGINT)
+    assert error.endswith(f"its checkpoint is written; continue with patchmix demo --out {tmp_path} --budget 9s\n")
 
 
 def test_no_color(own_run: Path) -> None:

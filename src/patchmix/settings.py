@@ -69,7 +69,7 @@ class Ablate(Generic[Options]):
 class Demo:
     """Pre-train a small ViT on generated images, evaluate it and draw figures: minutes on a CPU, no data needed."""
 
-    out: Path | None = None  # The run's folder; by default runs/demo-DATE-TIME.
+    out: Path | None = None  # The run's folder; by default runs/demo-DATE-TIME. The same call resumes.
     budget: str = "3min"  # Training time, such as 90s or 1h; the evaluation comes on top.
 
 
