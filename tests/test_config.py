@@ -6,9 +6,20 @@ from typing import Any
 import pytest
 import yaml
 
-from patchmix.config import Config, changes, differences, from_dict, from_yaml, parse_minutes, read_config, to_yaml
+from patchmix.config import (
+    Config,
+    changes,
+    differences,
+    from_dict,
+    from_yaml,
+    parse_minutes,
+    read_config,
+    to_yaml,
+    validate,
+)
 from patchmix.methods.options import DINOOptions, MoCoV3Options
 from patchmix.recipes import demo, official, paper, start
+from patchmix.settings import Export
 
 
 @pytest.mark.parametrize(
@@ -132,3 +143,12 @@ def test_settings_that_were_dropped_load_with_their_only_value() -> None:
     )
     with pytest.raises(ValueError, match=r"model\.freeze_pos_embed was removed; it can only be False\. Leave it out"):
         from_dict({"model": {"freeze_pos_embed": True}})
+
+
+def test_the_home_folder_is_meant_by_a_tilde() -> None:
+    assert validate(Export, {"weights": "run", "out": "~/a"}).out == Path.home() / "a"
+
+
+def test_warm_up_with_a_budget_is_a_share_of_the_epochs_of_the_recipe() -> None:
+    with pytest.raises(ValueError, match=r"below train\.epochs \(20\): with a budget, it is a share of them"):
+        start("fast").replace(budget="10h", warmup_epochs=30.0)

@@ -118,7 +118,7 @@ class OptimConfig:
     """AdamW for all parameters, or Muon for the matrices of the encoder's blocks and AdamW for the rest."""
     base_lr: Above0 = 5e-4  # Learning rate for a batch of 256; it grows in proportion to the batch.
     min_lr: NonNegative = 0.0  # Learning rate at the end.
-    warmup_epochs: NonNegative = 10.0  # Epochs of warm-up.
+    warmup_epochs: NonNegative = 10.0  # Epochs of warm-up; with --budget, a share of the recipe's epochs.
     weight_decay: NonNegative = 0.04  # Weight decay at the start.
     weight_decay_end: NonNegative = 0.4  # Weight decay at the end; cosine in between.
     betas: tuple[float, float] = (0.9, 0.999)  # AdamW's betas.
@@ -228,7 +228,8 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     config: Config = validate(generic[type(default.method.options)], values)
     if config.optim.warmup_epochs >= config.train.epochs:
         warmup, epochs = config.optim.warmup_epochs, config.train.epochs
-        raise ValueError(f"optim.warmup_epochs is {warmup:g}; it must be below train.epochs ({epochs:g})")
+        why = ": with a budget, it is a share of them" if config.train.budget else ""
+        raise ValueError(f"optim.warmup_epochs is {warmup:g}; it must be below train.epochs ({epochs:g}){why}")
     if config.train.budget is not None:
         parse_minutes(config.train.budget)
     if any(config.train.token_dropout) and config.method.name in ("ibot", "regioncl", "distill"):
@@ -349,8 +350,7 @@ def validate(cls: type[S], values: Mapping[str, Any]) -> S:
     for key in values:
         check_known(key, known, "setting")
     try:
-        validated: S = _adapter(kind).validate_python(values)
-        return validated
+        validated: Any = _adapter(kind).validate_python(values)
     except ValidationError as error:
         first, *others = error.errors()
         key = _key(values, first["loc"])
@@ -360,6 +360,10 @@ def validate(cls: type[S], values: Mapping[str, Any]) -> S:
         rule = " or ".join(text.removeprefix("Input should be ") for text in rules)
         hint = did_you_mean(first["input"], re.findall(r"'([^']+)'", rule), least=0.4)
         raise ValueError(f"{key} is {first['input']!r}; it must be {rule}{hint and f'; {hint}'}") from None
+    paths = {each.name: getattr(validated, each.name) for each in dataclasses.fields(validated)}
+    paths = {name: path.expanduser() for name, path in paths.items() if isinstance(path, Path)}
+    settings: S = dataclasses.replace(validated, **paths)
+    return settings
 
 
 @functools.cache

@@ -121,3 +121,28 @@ def test_bad_files_are_named(tmp_path: Path, write_image: Write) -> None:
     (tmp_path / "a.png").unlink()
     with pytest.raises(DecodeError, match=r"a\.png: No such file"):
         source.load(0)
+
+
+def test_photos_that_cannot_be_read_are_counted(
+    tmp_path: Path, write_image: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("1.png", "2.ppm"):
+        write_image(tmp_path / name)
+    for name in ("4.HEIC", "5.avif"):
+        (tmp_path / name).touch()
+    source = FolderSource(tmp_path, name="x")
+    assert [source.load(index).shape for index in range(len(source))] == [(8, 12, 3)] * 2
+    assert "2 files in" in (error := capsys.readouterr().err) and "cannot be read" in error
+
+
+@pytest.mark.parametrize("ending", [".npy", ".bmp"])
+def test_the_fingerprint_is_also_of_pixels_where_all_files_have_one_size(
+    ending: str, tmp_path: Path, write_image: Write
+) -> None:
+    found = []
+    for value in (0, 200):
+        pixels = np.full((8, 12, 3), value, np.uint8)
+        for name in ("1", "2"):
+            np.save(tmp_path / name, pixels) if ending == ".npy" else write_image(tmp_path / f"{name}.bmp", pixels)
+        found.append(FolderSource(tmp_path, name="x").fingerprint())
+    assert found[0] != found[1]

@@ -219,3 +219,16 @@ def test_tensors_of_any_precision_with_gradients() -> None:
     planes = torch.from_numpy(PIXELS[:4]).permute(0, 3, 1, 2) // 2 * 2
     found = open_source(name_of((planes / 256).bfloat16().requires_grad_()))
     assert np.allclose(found.load(2), PIXELS[2] // 2 * 2 / 256, atol=2e-3)
+
+
+def test_labels_are_those_that_the_dataset_yields() -> None:
+    """Not its `targets`, if it changes them."""
+
+    class Coarse(Pictures):
+        targets, target_transform = LABELS.tolist(), staticmethod(lambda label: label // 2)
+
+        def __getitem__(self, index: int) -> Any:
+            return Image.fromarray(PIXELS[index]), self.target_transform(self.targets[index])
+
+    labels = open_source(name_of(Coarse())).labels
+    assert labels is not None and labels.tolist() == (LABELS // 2).tolist()

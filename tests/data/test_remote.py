@@ -247,3 +247,17 @@ class TestFsspec:
             opened("memory://bucket/train-{7..7}.tar")
         with pytest.raises(ValueError, match=r"cannot be fetched .*install fsspec"):
             opened("nosuch://bucket/train-0.tar")
+
+
+def test_an_index_that_does_not_arrive_is_named(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_shards(Shards("shapes:20", tmp_path / "served" / "w", split="train", per_shard=10))
+
+    def unavailable(place: str) -> bytes:
+        raise OSError("HTTP 503")
+
+    capsys.readouterr()
+    monkeypatch.setattr("patchmix.data.shards.read_remote", unavailable)
+    assert len(opened(f"{server.url}/w/train-{{000000..000001}}.tar")) == 20
+    assert "train-index.safetensors cannot be read (HTTP 503); the shards are scanned" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from benchmarks.streaming import stream, write_noise
 from patchmix.data import shard_files, shards
 from patchmix.data.decode import DecodeError
 from patchmix.data.loader import Loader, one_pass
-from patchmix.data.shard_files import by_split, expand_braces
+from patchmix.data.shard_files import by_split, expand_braces, find_shards
 from patchmix.data.shards import ShardIndex, ShardSource, scan
 from patchmix.data.sources import has_split, open_source
 from patchmix.data.views import CenterCrop
@@ -307,6 +307,24 @@ class TestNames:
             "train": ["part-0.tar", "part-1.tar"],
             "test": ["test2-0.tar"],
         }
+
+    @pytest.mark.parametrize(
+        ("train", "test"),
+        [
+            ("imagenet1k-train-0000.tar", "imagenet1k-validation-00.tar"),
+            ("imagenet-train-0.tar", "imagenet-val-0.tar"),
+            ("Train-0.tar", "Val-0.tar"),
+        ],
+    )
+    def test_they_may_stand_anywhere_in_a_name(self, train: str, test: str) -> None:
+        assert by_split([f"d/{train}", f"d/{test}"]) == {"train": [f"d/{train}"], "test": [f"d/{test}"]}
+
+    def test_one_file_is_for_training_however_its_path_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "val-0.tar").write_bytes(shard(0, 2))
+        assert find_shards("./val-0.tar") == find_shards("val-0.tar") == {"train": ["val-0.tar"]}
 
     def test_the_common_folder_of_a_pattern_or_url_does_not_count(self, folder: Path) -> None:
         folder = folder.rename(folder.parent / "val")

@@ -278,3 +278,12 @@ class TestMistakes:
 def test_every_form_is_listed() -> None:
     for name in sources.NAMES:
         assert name in sources.FORMS
+
+
+@pytest.mark.parametrize("names", [("training", "testing"), ("Training", "Testing"), ("Train", "Val")])
+def test_other_names_of_splits_are_no_classes(names: tuple[str, str], tmp_path: Path, write_image: Write) -> None:
+    for split in names:
+        for name in ("cat", "dog"):
+            write_image(tmp_path / "set" / split / name / "1.png")
+    assert has_split(tmp_path / "set", "test")
+    assert open_source(tmp_path / "set", "train", class_folders=True).classes == ("cat", "dog")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 import patchmix
 from patchmix.data import write_shards as module
@@ -219,3 +221,13 @@ def test_a_first_look_reads_from_few_groups(tmp_path: Path) -> None:
     assert check_decodable(source) == ()
     assert module._mean_bytes(source, None) > 1024
     assert 1 < len(looked_at) <= 8
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoLocks(FileLock):
+        def _acquire(self) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("patchmix.files.FileLock", NoLocks)
+    (done,) = write_shards(Shards("shapes:20", tmp_path / "out", split="train"))
+    assert done.samples == 20

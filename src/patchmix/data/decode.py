@@ -21,12 +21,12 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 Pixels = npt.NDArray[Any]  # uint8 (H, W, 3) unless said otherwise
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 MAX_PIXELS = 100_000_000  # against decompression bombs; checked in the header, before anything is decoded
 
 _JPEG, _PNG, _NPY = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_EXTENSIONS = {_JPEG: "jpg", _PNG: "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
+_EXTENSIONS = {_JPEG: "jpg", _PNG: "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp", b"P6": "ppm", b"P5": "pgm"}
 _ONE_HEADER = threading.Lock()  # of .npy: NumPy parses it with `ast`, which Python 3.11.7, for one, can't do in threads
 _SPECIAL_CHUNKS = (b"tRNS", b"eXIf", b"acTL")  # of PNG: a transparent color, orientation, animation
 # What is wrong with a file is said once, by DecodeError. (`catch_warnings` in threads would silence the program.)

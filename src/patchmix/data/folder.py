@@ -14,9 +14,11 @@ import pyarrow as pa
 
 from patchmix.data.contract import EncodedSource, Labels
 from patchmix.data.decode import EXTENSIONS, DecodeError
-from patchmix.progress import progress_bar
+from patchmix.progress import progress_bar, warn
 
 _SUFFIXES = tuple(extension.encode() for extension in EXTENSIONS)
+_OF_ONE_SIZE = (".npy", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")  # whatever they show
+_UNREADABLE = (b".heic", b".heif", b".avif")  # photos all the same
 
 
 class FolderSource(EncodedSource):
@@ -67,6 +69,10 @@ class FolderSource(EncodedSource):
             with suppress(OSError):  # vanished or unreadable: its name still counts
                 size = self._path(index).stat().st_size
             digest.update(self._paths[index].as_py() + b"\0%d\0" % size)
+        for index in range(0, len(self), -(-len(self) // 8)):
+            if self.key(index).lower().endswith(_OF_ONE_SIZE):
+                with suppress(DecodeError):
+                    digest.update(hashlib.sha256(self.encoded(index)).digest())
         return digest.hexdigest()[:32]
 
 
@@ -77,6 +83,7 @@ def list_images(root: Path) -> list[bytes]:
     after all others, and a folder is entered once: loops end.
     """
     found: list[bytes] = []
+    left_out: list[bytes] = []
     pending = [(False, b"")]  # folders: whether behind a link, and the path
     entered: set[tuple[int, int]] = set()
     with progress_bar(f"listing {root}", None) as advance:
@@ -96,9 +103,14 @@ def list_images(root: Path) -> list[bytes]:
                         heapq.heappush(pending, (entry.is_symlink(), path))
                     elif entry.name.lower().endswith((*_SUFFIXES, b".npy")) and entry.is_file():
                         found.append(path)
+                    elif entry.name.lower().endswith(_UNREADABLE):
+                        left_out.append(path)
                 except OSError:  # a link to itself
                     continue
             advance(len(found) - before)
+    if left_out:
+        example = os.fsdecode(left_out[0])
+        warn(f"{len(left_out)} files in {root} cannot be read, such as {example!r}; convert them to jpg or png")
     return sorted([path for path in found if not path.lower().endswith(b".npy")] or found)
 
 

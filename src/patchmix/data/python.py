@@ -136,7 +136,7 @@ def _dataset(data: Any, title: str) -> Source:
     if not isinstance(data[0], tuple | list):
         return Items(title, data)
     labels = next((getattr(data, name) for name in ("targets", "labels") if hasattr(data, name)), None)
-    if labels is None or len(labels) != len(data):
+    if labels is None or len(labels) != len(data) or getattr(data, "target_transform", None) is not None:
         with progress_bar(f"labels of {title}", len(data)) as advance:
             labels = [(data[i][1], advance(1))[0] for i in range(len(data))]
     classes = getattr(data, "classes", None)

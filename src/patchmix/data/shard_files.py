@@ -30,7 +30,7 @@ PAUSE = 1.0  # seconds before the second try; doubled each time
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MOST_SHARDS = 100_000
-_SPLIT = re.compile(r"(train|val|test)(ing|id|idation)?(?![a-z])")  # a whole word: not in "validated"
+_SPLIT = re.compile(r"(?<![a-z])(train|val|test)(ing|id|idation)?(?![a-z])", re.IGNORECASE)  # a whole word
 _NAMED = 5  # files that a warning names
 _TIMEOUT = 60  # seconds without an answer
 
@@ -59,7 +59,8 @@ def find_shards(data: str) -> dict[Split, list[str]]:
     for name in names:
         if not is_remote(name) and not Path(name).is_file():
             raise ValueError(f"shard {name!r} is missing; check the pattern, or leave it out")
-    return {"train": names} if len(names) == 1 and names[0] == data else by_split(names)
+    alone = [data if is_remote(data) else str(Path(data).expanduser())]  # one file, whatever its name
+    return {"train": names} if names == alone else by_split(names)
 
 
 def shards_in(root: Path) -> dict[Split, list[str]]:
@@ -95,7 +96,7 @@ def files_in(root: Path, ending: str) -> list[str]:
 
 
 def by_split(names: list[str], root: str | None = None) -> dict[Split, list[str]]:
-    """Files by how their names, or else their folders' names, begin; without such a word they are for training.
+    """Files by a word in their names, or else in their folders' names; without such a word they are for training.
 
     `root`: the folder whose own name does not count; by default the deepest one that holds all files.
     """
@@ -104,8 +105,8 @@ def by_split(names: list[str], root: str | None = None) -> dict[Split, list[str]
     groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.removeprefix(root).strip("/").split("/")[-2:]
-        match = next(filter(None, map(_SPLIT.match, reversed(parts))), None)
-        groups.setdefault(match[1] if match else "", []).append(name)
+        match = next(filter(None, map(_SPLIT.search, reversed(parts))), None)
+        groups.setdefault(match[1].lower() if match else "", []).append(name)
     if "train" in groups and "" in groups:
         _warn_of_left_out(tuple(groups[""]), "other files are named train")
     train = groups.get("train") or groups.get("", [])
@@ -220,7 +221,7 @@ def _os_errors(url: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise OSError("no such file") from error
+        raise FileNotFoundError("no such file") from error
     except Exception as error:  # not to be listed: botocore's, gcsfs's, … belong to packages that need not be there
         status = getattr(error, "status", None)  # aiohttp's
         reason = f"HTTP {status}" if isinstance(status, int) else " ".join(str(error).split()) or type(error).__name__

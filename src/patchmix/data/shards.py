@@ -340,8 +340,11 @@ def _described(shards: Sequence[str]) -> list[tuple[ShardIndex, int] | None]:
                 indices[place] = {name: (written, i) for i, name in enumerate(written.shards)}
             except ValueError as error:
                 warn(f"{error}; the shards are scanned instead")
-            except OSError:  # there is none
+            except FileNotFoundError:  # there is none
                 pass
+            except OSError as error:
+                reason = error.strerror or error
+                warn(f"{place} cannot be read ({reason}); the shards are scanned instead, remote ones fetched for that")
         known = indices[place].get(base)
         if known and not is_remote(shard) and Path(shard).stat().st_size != int(known[0].shard_bytes[known[1]]):
             warn(f"{shard} is not the file that its index describes; it is scanned instead")

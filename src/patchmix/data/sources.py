@@ -34,7 +34,10 @@ FORMS = (
     "or .tar shards (a folder, a pattern, URLs)"
 )
 SPLITS: tuple[Split, ...] = ("train", "test")
-_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "test": ("val", "valid", "validation", "test")}
+_FOLDERS: dict[Split, tuple[str, ...]] = {
+    "train": ("train", "training", "Train", "Training"),
+    "test": ("val", "valid", "validation", "test", "testing", "Val", "Valid", "Validation", "Test", "Testing"),
+}
 _CIFAR = ("cifar10", "cifar100")
 
 

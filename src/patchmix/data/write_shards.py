@@ -107,7 +107,7 @@ def _claim(out: Path, split: Split, job: dict[str, Any]) -> None:
         before = None
     same = isinstance(before, dict) and {**before, "data": job["data"]} == job  # the data may have moved
     splits = "(train|test)" if same else "test" if split == "train" else "train"
-    known = re.compile(rf"{splits}-(\d{{6}}\.tar|index\.safetensors|job\.json)|{re.escape(LOCK)}(\.json)?")
+    known = re.compile(rf"{splits}-(\d{{6}}\.tar|index\.safetensors|job\.json)|{re.escape(LOCK)}(\.json|\.soft)?")
     for path in sorted(out.iterdir()):
         if path.name.startswith(f".{split}-") and path.name.endswith(UNFINISHED):
             path.unlink()

@@ -24,8 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from patchmix import distributed
-from patchmix.data.contract import Source, groups_of
-from patchmix.data.decode import DecodeError
+from patchmix.data.contract import Source
 from patchmix.data.loader import one_pass
 from patchmix.data.sources import open_source
 from patchmix.data.views import CenterCrop, as_channels, to_float, usual_resize
@@ -111,15 +110,11 @@ class FeatureExtractor:
                 f"the patch tokens of the {len(source):,} images of {source.name} take {size / 2**30:.0f} GB, at most "
                 f"{MOST_BYTES >> 30} GB are held; give fewer images, or use --pool mean"
             )
-        sample = hashlib.sha256()  # files of one size, such as .npy and .bmp, change without changing the fingerprint
-        for position in range(0, len(source), -(-len(source) // 8)) if groups_of(source) is None else ():
-            with contextlib.suppress(DecodeError):
-                sample.update(source.load(position).tobytes())
         paths, found = {}, dict[str, Features]()
         for pool in pools:
             # The number of heads shows in the architecture, but in no weight.
             whose = [] if pool == "pixels" else [self._digest, repr(self.backbone.architecture)]
-            key = [_VERSION, *whose, source.fingerprint(), sample.hexdigest(), self.how() | {"pool": pool}]
+            key = [_VERSION, *whose, source.fingerprint(), self.how() | {"pool": pool}]
             digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
             paths[pool] = cache_folder("features") / f"{digest[:40]}.safetensors"
             kept = (self.memory or {}).get(paths[pool]) or (_load(paths[pool]) if self.cache else None)

@@ -52,7 +52,7 @@ def load_backbone(source: str | Path, *, encoder: Which | None = None, heads: in
             if encoder or heads:
                 raise ValueError(f"{source} takes no encoder and no heads; the name is enough")
             return named(str(source).removeprefix(prefix))
-    path, unfinished = Path(source), False
+    path, unfinished = Path(source).expanduser(), False
     if not path.exists():
         near = difflib.get_close_matches(str(source).split(".")[0], timm.list_models("vit_*"), n=1, cutoff=0.8)
         hint = f"; for the timm model write timm:{near[0]}" if near else ""
