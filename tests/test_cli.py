@@ -134,6 +134,7 @@ def test_pretrain_leaves_a_complete_run_and_its_config_runs_again(tmp_path: Path
 def test_a_budget_too_short_for_one_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["pretrain", "shapes:64", "--out", str(tmp_path / "run"), "--budget", "0.001s", *TINY, "--quiet"])
     assert "warning: the budget ended before the first step: the encoder is untrained" in capsys.readouterr().out
+    assert patchmix.load(tmp_path / "run").origin["epochs"] == 0.0  # of the training, not of the recipe
 
 
 def test_init_from_a_model_of_another_size(

@@ -38,7 +38,7 @@ class Run:
     """A folder with config.yaml, metrics.jsonl, checkpoints/ and, once it is complete, encoder.safetensors."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.encoder_path = self.path / "encoder.safetensors"
         if not (self.path / "config.yaml").is_file():
             raise ValueError(f"{self.path} is not a run: it has no config.yaml")
@@ -119,7 +119,7 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
 
         def save(path: Path, step: int) -> None:
             if main:
-                origin = _origin(config, source, step, compared)
+                origin = _origin(config, source, step, step / loader.steps_per_epoch, compared)
                 weights = {name: tensor.cpu() for name, tensor in encoder.state_dict().items()}
                 Backbone(architecture, weights, config.views.mean, config.views.std, origin).save(path)
 
@@ -188,6 +188,12 @@ def _find_checkpoint(config: Config, out: Path, resume: str | Path | None) -> di
     if resume is None and (path is not None or finished):
         raise ValueError(f"{out} already holds a run; continue it with --resume auto, or choose another --out")
     if resume is not None and str(resume) != "auto":
+        elsewhere = Path(resume).resolve().parent != (out / "checkpoints").resolve()
+        if elsewhere and (path is not None or finished):
+            raise ValueError(
+                f"{out} already holds a run, which {resume} would replace; continue it with --resume auto, or choose "
+                "another --out"
+            )
         path = Path(resume)
     if path is None and finished:
         raise ValueError(f"{out} holds a finished run without its checkpoints; choose another --out")
@@ -253,7 +259,7 @@ def _without_neighbors(compared: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in compared.items() if name not in ("neighbors", "correct")}
 
 
-def _origin(config: Config, source: Source, step: int, compared: dict[str, Any]) -> dict[str, Any]:
+def _origin(config: Config, source: Source, step: int, epochs: float, compared: dict[str, Any]) -> dict[str, Any]:
     """Where an encoder comes from, as its file says."""
     origin = {
         "recipe": config.recipe,
@@ -261,7 +267,7 @@ def _origin(config: Config, source: Source, step: int, compared: dict[str, Any])
         "data": source.name,
         "images": len(source),
         "step": step,
-        "epochs": config.train.epochs,
+        "epochs": round(epochs, 2),
         "seed": config.train.seed,
     }
     return origin | ({"start": _without_neighbors(compared)} if compared else {})

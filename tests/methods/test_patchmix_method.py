@@ -10,7 +10,7 @@ from torch import Tensor
 from patchmix.config import validate
 from patchmix.methods.options import PatchMixOptions
 from patchmix.methods.patchmix import PatchMixMethod, spread
-from patchmix.mixing import Mix, overlap
+from patchmix.mixing import Mix, RegionSwap, overlap
 from patchmix.mixing.patchmix import owners, share
 from patchmix.nn.vit import create_encoder
 from tests.oracles import losses as oracle
@@ -122,6 +122,12 @@ def test_any_number_of_processes_chooses_the_same_images(share_of_batch: float) 
         return torch.arange(n)[spread(share_of_batch, n, torch.device("cpu"))].tolist()
 
     assert chosen(20) + [20 + i for i in chosen(20)] == chosen(40)
+
+
+def test_blocks_are_of_patchmix_only() -> None:
+    method = make(mix="regionswap", mix_blocks=(2, 3))
+    method.before_step(0.6)
+    assert isinstance(method.mix, RegionSwap) and method.mix.patch_size == method.patch_size
 
 
 def test_num_mix_blocks_and_weights_change_over_the_training() -> None:

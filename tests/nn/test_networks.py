@@ -16,6 +16,7 @@ from patchmix.methods.method import MomentumCopy
 from patchmix.nn.heads import BatchNorm, mlp_head
 from patchmix.nn.vit import (
     create_encoder,
+    freeze_blocks,
     initialize_as_mocov3,
     initialize_attention_as_mimetic,
     patch_size_of,
@@ -216,3 +217,11 @@ def test_mimetic_attention_has_the_products_of_the_paper() -> None:
                 float(others.diagonal().mean())
             )  # a token attends to itself
             assert float((q_head.T @ k_head).diagonal().mean()) == pytest.approx(0.4, abs=0.15)  # the best of rank 32
+
+
+def test_attention_pooling_stands_above_the_frozen_blocks() -> None:
+    with torch.device("meta"):
+        encoder = create_encoder("vit_base_patch16_siglip_224", depth=2)
+    freeze_blocks(encoder, 1)
+    assert all(parameter.requires_grad for parameter in encoder.attn_pool.parameters())
+    assert not any(parameter.requires_grad for parameter in encoder.blocks[0].parameters())

@@ -359,3 +359,20 @@ def test_no_process_ends_before_the_checkpoint_of_an_interrupted_run_is_written(
     with pytest.raises(Interrupted, match="stopped at step 1"):
         run(Stopped(), tmp_path)
     assert waited == [["step-000000001.pt"]]
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path) -> None:
+    """A gradient may be infinite where the loss is not."""
+
+    class Overflow(Toy):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            losses = super().forward(x)
+            if self.steps == 6:
+                losses["loss"] = losses["loss"] + (0 * self.encoder.weight).sum().sqrt()
+            return losses
+
+    with pytest.raises(NonFiniteLoss):
+        run(Overflow(), tmp_path, checkpoint_epochs=0.25)
+    kept = load_checkpoint(tmp_path / "checkpoints" / "last")
+    assert kept["step"] == 5
+    assert all(tensor.isfinite().all() for tensor in kept["method"].values())

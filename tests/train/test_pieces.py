@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import pickle
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -375,3 +376,23 @@ def test_a_dead_process_of_the_loader_is_named_in_one_line(error: Exception) -> 
         raise error
     with pytest.raises(RuntimeError, match="another"), name_dead_workers():
         raise RuntimeError("another reason")
+
+
+def test_a_closed_terminal_does_not_end_the_training(tmp_path: Path) -> None:
+    """Nor a pipe that nobody reads any more, such as that of `| head`."""
+    script = f"""
+import os
+from pathlib import Path
+from patchmix.train.log import RunLog
+reader, writer = os.pipe()
+os.dup2(writer, 1)
+os.close(reader)
+log = RunLog(Path({str(tmp_path)!r}))
+for step in (1, 2):
+    log.say("a line")
+    log.record("train", step, {{"loss": 1.0}})
+log.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from patchmix.cli import main
-from patchmix.run import Run
+from patchmix.config import Config
+from patchmix.run import Run, _find_checkpoint
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import read_metrics
 
@@ -106,7 +107,7 @@ def test_views_on_the_device_resume_exactly(undisturbed: Path, tmp_path: Path) -
     assert losses(out) == losses(alone)[12:]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_write_a_checkpoint_and_end_the_run(undisturbed: Path, tmp_path: Path, signum: signal.Signals) -> None:
     out = tmp_path / "run"
     process = start(out, "--workers", "1")
@@ -127,6 +128,11 @@ def test_refusals(undisturbed: Path, tmp_path: Path) -> None:
     output, _ = again.communicate(timeout=60)
     assert again.returncode == 2
     assert "already holds a run; continue it with --resume auto" in output
+
+    other = tmp_path / "other"
+    Checkpoints(other / "checkpoints").save({"step": 900}, 900)
+    with pytest.raises(ValueError, match=r"other already holds a run, which .* would replace"):
+        _find_checkpoint(Config(), other, undisturbed / "checkpoints" / "last")
 
     changed = start(undisturbed, "--workers", "0", "--resume", "auto", "--base-lr", "0.5")
     output, _ = changed.communicate(timeout=60)

@@ -42,7 +42,7 @@ class PatchMixMethod(Method):
         self.block = stage(options.mix_blocks, progress)
         self.mix = create_mix(
             options.mix,
-            patch_size=self.patch_size * self.block,
+            patch_size=self.patch_size * (self.block if options.mix == "patchmix" else 1),
             num_mix=options.num_mix_at(progress),
             generator=self.shared_generator if options.mix_across else self.generator,
         )

@@ -176,7 +176,8 @@ def freeze_blocks(encoder: VisionTransformer, count: int) -> None:
     """Freezes everything up to block number `count`: patches, positions, class and register tokens, blocks."""
     if count > len(encoder.blocks):
         raise ValueError(f"freeze_blocks is {count}; the model has {len(encoder.blocks)} blocks")
-    above = {id(p) for module in (*encoder.blocks[count:], encoder.norm, encoder.fc_norm) for p in module.parameters()}
+    later = (*encoder.blocks[count:], encoder.norm, encoder.fc_norm, encoder.attn_pool or nn.Identity())
+    above = {id(p) for module in later for p in module.parameters()}
     for parameter in encoder.parameters():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in above)
 

@@ -103,7 +103,10 @@ class RunLog:
         """A line on the console, above the bar; with --quiet only warnings, which have a style."""
         if is_quiet() and style is None:
             return
-        self.console.print(Text(line, style=style or ""), soft_wrap=True)
+        try:
+            self.console.print(Text(line, style=style or ""), soft_wrap=True)
+        except (OSError, SystemExit):  # the terminal or pipe is closed, where rich would exit: the training goes on
+            self.console.quiet = True
 
     def show_progress(self, fraction: float, line: str, *, remaining: float, final: bool = False) -> None:
         """Moves the bar on a terminal; elsewhere prints the line occasionally, with the seconds that remain."""
@@ -122,7 +125,8 @@ class RunLog:
 
     def close(self) -> None:
         if self._progress is not None:
-            self._progress.stop()
+            with suppress(OSError, SystemExit):  # likewise
+                self._progress.stop()
         if self.folder is not None:
             with suppress(OSError):  # a full disk: `record` has said so
                 self._file.close()

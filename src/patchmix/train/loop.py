@@ -1,5 +1,6 @@
 """The one training loop: data, schedules, forward, backward, step, log, monitor, checkpoint."""
 
+import math
 import signal
 import time
 import warnings
@@ -19,7 +20,7 @@ from patchmix.schedules import stage
 from patchmix.train.checkpoint import Checkpoints, CheckpointWriter
 from patchmix.train.log import RunLog
 from patchmix.train.optimizer import set_hyperparameters
-from patchmix.train.watch import Clock, Interrupted, LossWatch, Meter, catch_signals, name_dead_workers
+from patchmix.train.watch import Clock, Interrupted, LossWatch, Meter, NonFiniteLoss, catch_signals, name_dead_workers
 
 STEPS_BETWEEN_AGREEMENTS = 10  # how often ranks agree on when to save and to stop
 
@@ -102,6 +103,9 @@ def train(
 
     def save() -> None:
         watch.check()
+        largest = nn.utils.get_total_norm(method.parameters(), math.inf)
+        if not largest.isfinite():  # a gradient may be infinite where the loss is not
+            raise NonFiniteLoss(f"step {step}: the weights are not finite")
         state = {"method": method.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
         timing = {"seconds": clock.spent(progress), "reserve": clock.reserve}
         writer.save({**state, **timing, **(extra_state or {})}, step)

@@ -132,7 +132,8 @@ class LossWatch:
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in a list that the loop looks at; a second one raises KeyboardInterrupt.
+    """Collects SIGINT, SIGTERM and SIGHUP (of a closed terminal) in a list that the loop looks at; a second one raises
+    KeyboardInterrupt.
 
     A launcher may forward what the terminal has sent already, so two within a second count as one.
     """
@@ -149,8 +150,9 @@ def catch_signals() -> Iterator[list[int]]:
 
     previous = {}
     with suppress(ValueError):  # not in the main thread: whoever runs us handles signals
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            previous[signum] = signal.signal(signum, note)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # which is nohup's
+                previous[signum] = signal.signal(signum, note)
     try:
         yield caught
     finally:
