@@ -158,6 +158,8 @@ def test_methods_have_their_own_options() -> None:
         configs("method", row_settings=["dino:clip_grad=[3"])
     with pytest.raises(ValueError, match="what the ablation varies"):
         configs("method", row_settings=["dino:seed=2"])
+    with pytest.raises(ValueError, match="num_mix is what the ablation varies"):
+        configs("mix", row_settings=["baseline:num_mix=2"])
 
 
 # -------------------------------------------------------------------------------------------------------- real runs

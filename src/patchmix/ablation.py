@@ -125,7 +125,8 @@ def settings_by_row(
         if not equals or not colon:
             raise ValueError(f"--row-set {text!r} is not ROW:KEY=VALUE, such as dino:clip_grad=3")
         check_known(row, [each.name for each in rows], "row")
-        if name in varied:
+        made_of = next(each.settings for each in rows if each.name == row)
+        if name in varied or name in made_of:
             raise ValueError(f"--row-set {text!r}: {name} is what the ablation varies; choose rows with --rows")
         try:
             settings.setdefault(row, {})[name] = yaml.safe_load(value)

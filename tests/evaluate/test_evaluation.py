@@ -276,3 +276,9 @@ def test_mistakes_end_in_one_line(
         main(["evaluate", *words])
     line = capsys.readouterr().err
     assert stop.value.code == 2 and line.count("\n") == 1 and message in line
+
+
+def test_the_splits_of_ade20k_are_no_classes(tmp_path: Path) -> None:
+    for split, count in (("training", 4), ("validation", 2)):
+        write_scenes(tmp_path / "images" / split, tmp_path / "annotations" / split, count)
+    assert evaluation.open_set(str(tmp_path), Evaluate(("x",), (str(tmp_path),)), 3).keys() == {"segment"}

@@ -16,6 +16,7 @@ from patchmix.evaluate.finetune import finetune
 from patchmix.evaluate.knn import knn
 from patchmix.evaluate.labeled import few_labels, open_labeled
 from patchmix.evaluate.linear import linear
+from patchmix.evaluate.protocol import changed
 from patchmix.evaluate.results import mean_over_draws, protocol_name, read_results, wilson
 from patchmix.interop.backbone import Backbone
 from patchmix.settings import Finetune, Knn, Linear
@@ -159,3 +160,8 @@ def test_mistakes_are_one_line(
         main([words[0], str(tmp_path / "encoder.safetensors"), "--data", str(class_folder), *words[1:]])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and message in error
+
+
+def test_the_number_of_draws_tells_results_apart() -> None:
+    assert changed(Knn("w", "d", shots=5, draws=20)) == {"draws": 20}
+    assert changed(Knn("w", "d", draws=20)) == {}  # without few labels there are none

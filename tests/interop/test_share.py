@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from patchmix.cli import main
 from patchmix.evaluate.results import read_results
 from patchmix.interop.exporting import export
 from patchmix.interop.loading import load_backbone
+from patchmix.report.share import model_card
 
 
 def test_the_card_has_cost_and_results(own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,3 +158,17 @@ def test_push_needs_a_name_of_two_parts(own_run: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(["push", str(own_run), "vit"])
     assert "write it as user/name" in capsys.readouterr().err
+
+
+def test_a_readme_is_not_overwritten_unasked(trained_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(SystemExit):
+        main(["export", str(trained_run), "--out", str(tmp_path), "--format", "huggingface"])
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_the_card_has_small_means_and_deviations(trained_run: Path) -> None:
+    backbone = replace(load_backbone(trained_run), mean=(0.0312, 0.02, 0.0004), std=(0.0126, 0.01, 0.0003))
+    card = model_card(backbone, str(trained_run), "user/name")
+    assert "minus [0.0312, 0.02, 0.0004], over [0.0126, 0.01, 0.0003]" in card

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from patchmix.mixing import Mixed, PatchMix
@@ -98,3 +99,15 @@ def test_figures_come_as_png_svg_and_pdf_only(tmp_path: Path) -> None:
         show_mix(ShowMix("shapes:8", tmp_path / "mix.gif"))
     with pytest.raises(ValueError, match="at least 2"):
         show_mix(ShowMix("shapes:8", tmp_path / "mix.png", images=1))
+
+
+def test_a_figure_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    class Full(Figure):
+        def savefig(self, file: Path, **_: object) -> None:  # type: ignore[override]
+            file.write_bytes(b"half")
+            raise OSError("no space left on device")
+
+    (tmp_path / "a.png").write_bytes(b"old")
+    with pytest.raises(OSError, match="no space left"):
+        write({tmp_path / "a.png": Full()})
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]

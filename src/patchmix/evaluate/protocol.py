@@ -41,7 +41,7 @@ _NOT_RECORDED = {  # where things come from and go to, and what is recorded unde
     *("eval_only", "predict", "threshold", "protocol", "base_lr", "shots", "fraction", "draws", "class_names"),
 }
 # Options that do not change a result, or show in its protocol, weights or fingerprint.
-_ELSEWHERE = _NOT_RECORDED - {"base_lr", "train", "val", "test"}
+_ELSEWHERE = _NOT_RECORDED - {"base_lr", "train", "val", "test", "draws"}
 _ELSEWHERE |= {"cache", "layers", "ignore_index", "accumulate", "recompute", "evaluate_every"}
 
 
@@ -151,6 +151,8 @@ def changed(settings: TaskSettings | Detect) -> Values:
     different = {name: value for name, (value, default) in found.items() if value != default and name not in _ELSEWHERE}
     if different.get("pool") in ("attentive", "pixels"):  # the protocol or the weights say so
         del different["pool"]
+    if isinstance(settings, FewLabels) and not wants_few_labels(settings):
+        different.pop("draws", None)  # there are none
     return {name: list(value) if isinstance(value, tuple) else value for name, value in different.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from patchmix.data.views import usual_resize
 from patchmix.evaluate.results import read_results
-from patchmix.files import write_text
+from patchmix.files import check_absent, write_text
 from patchmix.interop.backbone import Backbone
 from patchmix.interop.exporting import Exported, export, normalization
 from patchmix.interop.loading import load_backbone
@@ -24,6 +24,8 @@ FACTS |= {"epochs": "epochs", "step": "optimizer steps", "seed": "seed"}
 
 def export_weights(settings: Export) -> Exported:
     """Writes an encoder for another program, with a model card for the Hub; prints the code that opens it."""
+    if settings.format == "huggingface" and not settings.overwrite:
+        check_absent(settings.out / "README.md")
     backbone = load_backbone(settings.weights, encoder=settings.encoder)
     exported = export(backbone, settings.out, settings.format, overwrite=settings.overwrite)
     if settings.format == "huggingface":
@@ -100,8 +102,8 @@ def model_card(backbone: Backbone, weights: str, repo: str, license: str | None 
         size=shape.image_size,
         resize=usual_resize(shape.image_size),
         values=values,
-        mean=[round(value, 3) for value in mean],
-        std=[round(value, 3) for value in std],
+        mean=[float(f"{value:.3g}") for value in mean],
+        std=[float(f"{value:.3g}") for value in std],
     )
 
 

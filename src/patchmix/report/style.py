@@ -15,6 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from patchmix.files import replacing
+
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 MATRIX = "cividis"
 
@@ -46,8 +48,8 @@ def check_suffix(path: Path) -> None:
 def write(figures: Mapping[Path, Figure]) -> list[Path]:
     """Saves figures as PNG, SVG or PDF, by the file names' endings, and prints where."""
     for path, figure in figures.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, bbox_inches="tight")
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:], bbox_inches="tight")
         print(f"wrote {path}")
     return list(figures)
 

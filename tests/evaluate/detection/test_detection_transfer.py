@@ -143,7 +143,8 @@ def test_from_scratch_and_from_a_detector_of_other_classes(coco: Path, tmp_path:
     torch.testing.assert_close(after.weights[same], before.weights[same])
     assert after.weights["roi_heads.box_predictor.cls_score.weight"].shape == (3, 16)
     # With the same classes nothing begins anew.
-    detect(None, coco, tmp_path / "c", **tiny_step, start=tmp_path / "a")
+    result = detect(None, coco, tmp_path / "c", **tiny_step, start=tmp_path / "a", image_size=96)
+    assert result.settings["image_size"] == result.changed["image_size"] == 32, "it keeps its shape"
     for name, tensor in load_detector(tmp_path / "c").weights.items():
         torch.testing.assert_close(tensor, before.weights[name])
 

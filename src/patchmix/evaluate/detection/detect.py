@@ -77,7 +77,8 @@ def _train_and_evaluate(
     val.with_objects()  # raises a ValueError where there is nothing to find
     _check_classes(train, val.categories, val.name)
     file, name, weights = _new_detector(backbone, train, settings)
-    record = protocol.recorded(settings) | {"scale": list(settings.scale)} | vars(file.shape)
+    settings = replace(settings, **vars(file.shape))  # of a detector to start from
+    record = protocol.recorded(settings) | {"scale": list(settings.scale)}
     identity = {"settings": record, "detector": file.header(), "weights": file.digest()}
     detector = file.detector(**_chosen(settings, "drop_path", "rois_per_image", "recompute"))
     method = DetectMethod(detector).to(device).train()
