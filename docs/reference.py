@@ -45,7 +45,7 @@ An unknown name or a wrong value fails with one line that suggests the nearest v
 | 0 | Done. |
 | 2 | A mistake, a full disk or a folder in use; one line says what to do. |
 | 3 | The loss is not finite. The last good checkpoint is kept. |
-| 4 | Another process was lost. Continue with `--resume auto`. |
+| 4 | Another process was lost. Repeat the call, `pretrain` and `adapt` with `--resume auto`. |
 | 129, 130, 143 | Stopped by SIGHUP (a closed terminal), SIGINT or SIGTERM. The checkpoint is written. |
 """
 RUN_SETTINGS = """\

@@ -73,8 +73,8 @@ def process_group(device: torch.device, timeout_minutes: float = TIMEOUT_MINUTES
         late = ("timed out" in text or "timeout" in text) and "refused" not in text
         reason = f"no answer within {timeout_minutes:g} min" if late else "it ended, or the network failed"
         raise PeerLost(
-            f"process {me} of {world} lost another one ({reason}); the last checkpoint is complete; continue with "
-            "--resume auto (--timeout-minutes sets how long to wait)"
+            f"process {me} of {world} lost another one ({reason}); repeat the call (pretrain and adapt: with --resume "
+            "auto; --timeout-minutes sets how long they wait)"
         ) from error
     finally:
         if dist.is_initialized() and (backend == "gloo" or sys.exc_info()[0] is None):

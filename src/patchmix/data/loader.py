@@ -225,7 +225,7 @@ def _run(
             raise
         raise ValueError(
             f"no worker has prepared a batch within {timeout_minutes:g} min: the data is too slow, or a worker hangs; "
-            "continue with --resume auto (--timeout-minutes sets how long to wait)"
+            "repeat the call (pretrain and adapt: with --resume auto; --timeout-minutes sets how long they wait)"
         ) from error
     finally:
         # Ended here, not at some later collection or at exit: when an error's traceback keeps the iterator alive,

@@ -287,7 +287,8 @@ class ShardSource(EncodedSource):
                 self.release()
                 raise
 
-        data = retry(read, f"shard {name!r} cannot be read", "restore it and continue with --resume auto")
+        remedy = "restore it, then repeat the call (pretrain and adapt: with --resume auto)"
+        data = retry(read, f"shard {name!r} cannot be read", remedy)
         if len(data) < size:
             raise DecodeError(self.key(index), "its shard ends before it does")
         return data

@@ -111,7 +111,7 @@ class CheckpointWriter:
             where = f"the last good one is {kept}" if kept else "there is none yet"
             raise ValueError(
                 f"can't write checkpoint {self._path} ({_reason(error)}); {where}. Free some space or change "
-                "permissions, then continue with --resume auto"
+                "permissions, then repeat the call (pretrain and adapt: with --resume auto)"
             ) from error
 
     def close(self) -> None:

@@ -94,7 +94,8 @@ class RunLog:
                 self._board.add_scalar(name, value, step)
         except OSError as error:
             raise ValueError(
-                f"can't write {self.path} ({error.strerror}); free some space, then continue with --resume auto"
+                f"can't write {self.path} ({error.strerror}); free some space, then repeat the call (pretrain and "
+                "adapt: with --resume auto)"
             ) from error
         for log, _ in self._trackers:
             log(named, step=step)

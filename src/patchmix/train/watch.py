@@ -171,5 +171,5 @@ def name_dead_workers() -> Iterator[None]:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"a data-loading worker died ({reason}); memory may have run out: use fewer "
-            "--workers or more memory, then continue with --resume auto"
+            "--workers or more memory, then repeat the call (pretrain and adapt: with --resume auto)"
         ) from error
