@@ -5,7 +5,8 @@
 DATA is a folder with CIFAR-10 as train.parquet and test.parquet. Every training runs on one thread, is evaluated by kNN
 and becomes a line of the log. Its minutes are CPU time, so that other programs cost it little. Two of these, one with
 `--only fast` and one with `--only mocov3`, train pairs side by side on two cores with the same load beside both. Groups
-`without`, `methods`, `mixes` and `flips` never see the test images: their kNN is of each training image by all others.
+`without`, `methods`, `momentum`, `mixes` and `flips` never see the test images: their kNN is of each training image by
+all others.
 """
 
 import argparse
@@ -54,6 +55,7 @@ WITHOUT = {  # `fast` with a change
     "crops from a fifth": "--area 0.2 1",
     "small images first": "--image-sizes 24 32",
     "smaller images first": "--image-sizes 16 24 32",
+    "patch 4, smaller images first": "--patch-size 4 --image-sizes 16 24 32",
     "mimetic": "--initialization mimetic",
     "small images first, mimetic": "--image-sizes 24 32 --initialization mimetic",
     "mocov3": MOCO,
@@ -149,6 +151,9 @@ def rows(group: str) -> Iterator[Training]:
         for seed in (1, 2):
             for name, lr in RATES.items():
                 yield Training(name, seed, "5min", f"{METHODS[name]} --base-lr {lr}".strip(), tested=False)
+    elif group == "momentum":  # that of `fast` for the other methods that have one, with the best learning rate
+        for name in ("regioncl", "sdmp", "byol", "ibot", "dino"):
+            yield Training(name, 0, "5min", f"{METHODS[name]} --base-lr {RATES[name]} --momentum 0.9", tested=False)
     elif group == "flips":  # all methods where the only augmentation is a flip
         for name, settings in METHODS.items():
             yield Training(name, 0, "5min", f"{settings} {VIEWS['flips']}".strip(), tested=False)
@@ -186,7 +191,8 @@ PAIR = {"fast": "", "mocov3": MOCO}
 FROZEN = ("knn", "linear --protocol fast")  # evaluations of the encoder as it is
 COMPARED = {"fast": "patchmix", "mocov3": "mocov3", "sdmp": "sdmp"}
 CHOICES = {"methods": METHODS, "mixes": MIXES}
-GROUPS = ("views", "speed", "without", *CHOICES, "methods again", "flips", "small", "labels", "hour", "long", "photos")
+GROUPS = ("views", "speed", "without", *CHOICES, "methods again", "momentum", "flips", "small", "labels", "hour",
+          "long", "photos")  # fmt: skip
 
 
 def main(args: list[str] | None = None) -> None:
