@@ -5,8 +5,8 @@
 DATA is a folder with CIFAR-10 as train.parquet and test.parquet. Every training runs on one thread, is evaluated by kNN
 and becomes a line of the log. Its minutes are CPU time, so that other programs cost it little. Two of these, one with
 `--only fast` and one with `--only mocov3`, train pairs side by side on two cores with the same load beside both. Groups
-`without`, `methods`, `momentum`, `mixes` and `flips` never see the test images: their kNN is of each training image by
-all others.
+`without`, `methods`, `methods again`, `mixes` and `flips` never see the test images: their kNN is of each training
+image by all others.
 """
 
 import argparse
@@ -32,8 +32,20 @@ from patchmix.cli import main
 main()
 """
 
-# MoCo v3 with everything of `fast` that is not PatchMix: views, encoder, heads, momentum, optimizer, batch.
-MOCO = "--method mocov3 --momentum 0.9 --head-hidden 512 --head-out 128 --no-frozen-patch-embed"
+HEADS = "--head-hidden 512 --head-out 128"
+PROTOTYPES = "--head-hidden 512 --head-out 2048"
+METHODS = {  # with `fast`'s views, encoder, optimizer, batch and, in those that have one, momentum
+    "patchmix": "",
+    "mocov3": f"--method mocov3 --momentum 0.9 {HEADS} --no-frozen-patch-embed",
+    "simclr": f"--method simclr --temperature 0.5 {HEADS}",
+    "byol": f"--method byol --momentum 0.9 {HEADS}",
+    "swav": f"--method swav --prototypes 300 --queue-length 1024 --epsilon 0.03 {HEADS}",
+    "dino": f"--method dino --momentum 0.9 {PROTOTYPES}",
+    "ibot": f"--method ibot --momentum 0.9 {PROTOTYPES}",
+    "sdmp": f"--method sdmp --momentum 0.9 {HEADS} --no-frozen-patch-embed",
+    "regioncl": f"--method regioncl --momentum 0.9 {HEADS}",
+}
+MOCO = METHODS["mocov3"]
 ENCODER = "--model vit_tiny_patch8_32 --dim 128 --depth 4 --heads 4"
 
 VIEWS = {  # in the order of what they tell
@@ -44,10 +56,11 @@ VIEWS = {  # in the order of what they tell
 
 WITHOUT = {  # `fast` with a change
     "fast": "",
-    "patch stem": "--stem patch",
-    "AdamW": "--optim adamw",
+    "mocov3": MOCO,
     "without regions": "--region-weight 0",
     "without mix-to-origin": "--weights 1 0 0",
+    "patch stem": "--stem patch",
+    "AdamW": "--optim adamw",
     "all plain queries": "--plain-share 1",
     "learned positions": "--positions learned",
     "M = 3": "--num-mix 3",
@@ -56,10 +69,8 @@ WITHOUT = {  # `fast` with a change
     "small images first": "--image-sizes 24 32",
     "smaller images first": "--image-sizes 16 24 32",
     "patch 4, smaller images first": "--patch-size 4 --image-sizes 16 24 32",
-    "mimetic": "--initialization mimetic",
-    "small images first, mimetic": "--image-sizes 24 32 --initialization mimetic",
-    "mocov3": MOCO,
     "mocov3, small images first": f"{MOCO} --image-sizes 24 32",
+    "mimetic": "--initialization mimetic",
     "token dropout": "--token-dropout 0.5 0",
     "local crops": "--local-crops 2 --local-size 16 --local-area 0.1 0.4",
     "symmetric": "--directions symmetric",
@@ -69,28 +80,10 @@ WITHOUT = {  # `fast` with a change
     "ramp": "--mixed-ramp 0.3",
     "half of the mixes": "--mixed-share 0.5",
     "fixed positions": "--positions fixed-sincos",
+    "mix-to-mix": "--weights 0.5 0.25 0.25 --normalize-mix-to-mix",
     "no momentum encoder": "--no-momentum-encoder",
     "momentum 0.99": "--momentum 0.99",
-    "momentum 0.95": "--momentum 0.95",
     "momentum 0.8": "--momentum 0.8",
-    "mocov3, momentum 0.99": MOCO.replace("0.9 ", "0.99 "),
-    "temperature 0.3": "--temperature 0.3",
-    "mix-to-mix": "--weights 0.5 0.25 0.25 --normalize-mix-to-mix",
-}
-
-
-HEADS = "--head-hidden 512 --head-out 128"
-PROTOTYPES = "--head-hidden 512 --head-out 2048 --momentum 0.99"
-METHODS = {  # with `fast`'s views, encoder, optimizer and batch
-    "patchmix": "",
-    "mocov3": MOCO,
-    "simclr": f"--method simclr --temperature 0.5 {HEADS}",
-    "byol": f"--method byol --momentum 0.99 {HEADS}",
-    "swav": f"--method swav --prototypes 300 --queue-length 1024 --epsilon 0.03 {HEADS}",
-    "dino": f"--method dino {PROTOTYPES}",
-    "ibot": f"--method ibot {PROTOTYPES}",
-    "sdmp": f"--method sdmp --no-frozen-patch-embed {HEADS}",
-    "regioncl": f"--method regioncl {HEADS}",
 }
 RATES = {  # the best --base-lr of each in one seed of group `methods`, or as good
     "simclr": "4e-3",
@@ -151,9 +144,6 @@ def rows(group: str) -> Iterator[Training]:
         for seed in (1, 2):
             for name, lr in RATES.items():
                 yield Training(name, seed, "5min", f"{METHODS[name]} --base-lr {lr}".strip(), tested=False)
-    elif group == "momentum":  # that of `fast` for the other methods that have one, with the best learning rate
-        for name in ("regioncl", "sdmp", "byol", "ibot", "dino"):
-            yield Training(name, 0, "5min", f"{METHODS[name]} --base-lr {RATES[name]} --momentum 0.9", tested=False)
     elif group == "flips":  # all methods where the only augmentation is a flip
         for name, settings in METHODS.items():
             yield Training(name, 0, "5min", f"{settings} {VIEWS['flips']}".strip(), tested=False)
@@ -191,8 +181,8 @@ PAIR = {"fast": "", "mocov3": MOCO}
 FROZEN = ("knn", "linear --protocol fast")  # evaluations of the encoder as it is
 COMPARED = {"fast": "patchmix", "mocov3": "mocov3", "sdmp": "sdmp"}
 CHOICES = {"methods": METHODS, "mixes": MIXES}
-GROUPS = ("views", "speed", "without", *CHOICES, "methods again", "momentum", "flips", "small", "labels", "hour",
-          "long", "photos")  # fmt: skip
+GROUPS = ("views", "speed", "without", *CHOICES, "methods again", "flips", "small", "labels", "hour", "long",
+          "photos")  # fmt: skip
 
 
 def main(args: list[str] | None = None) -> None:
