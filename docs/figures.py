@@ -54,16 +54,13 @@ TIMES = {  # minutes on one core: group and name of the trainings, a mark for ea
     "MoCo v3, paper": {20: ("speed", "mocov3, own settings")},
     "PatchMix, official": {20: ("speed", "official")},
 }
-DAYS = ("without", "without, another day")  # groups of changes of `fast`: their cores differ in speed
-EARLIER = "--momentum 0.99"  # of `fast` in these groups
+EARLIER = ", momentum 0.99"  # groups whose trainings had that instead of 0.9
 EVALUATIONS = {  # of trainings on few images: their group in the log
-    "knn": ("small", "kNN"),
-    "linear": ("small", "linear"),
-    "finetune": ("labels", "fine-tuned"),
+    "knn": (f"small{EARLIER}", "kNN"),
+    "linear": (f"small{EARLIER}", "linear"),
+    "finetune": (f"labels{EARLIER}", "fine-tuned"),
 }
 DETAILS = {
-    "patchmix": ", momentum 0.9",
-    "mocov3": ", momentum 0.9",
     "simclr": ", τ = 0.5",
     "swav": ", 300 prototypes, queue of 1,024, ε = 0.03",
     "dino": ", 2,048 prototypes",
@@ -75,28 +72,26 @@ class Part(NamedTuple):
     """A row of the table of what each part of `fast` gives."""
 
     label: str
-    knn: dict[tuple[str, str], float]  # by day and seed
+    knn: dict[str, float]  # by seed
     images: list[int]  # seen in the training
     tflops: list[float]  # that it took
-    gains: list[float]  # kNN minus that of `fast` on the same day with the same seed
+    gains: list[float]  # kNN minus that of `fast` with the same seed
 
 
-def read_runs() -> list[dict[str, str]]:
+def logged(group: str, name: str | None = None) -> list[dict[str, str]]:
+    """The trainings of a group in the log, or those of one name: its seeds."""
     with (DOCS / "results" / "runs.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+        return [run for run in csv.DictReader(file) if run["group"] == group and name in (None, run["name"])]
 
 
 @style()
 def show_times() -> None:
     """kNN over the time of whole trainings."""
     figure = Figure(figsize=(7.0, 3.0))
-    axis, runs = figure.subplots(), read_runs()
+    axis = figure.subplots()
     for index, (label, times) in enumerate(TIMES.items()):
         color, mark = look(index, ("o", "s"))
-        knn = {
-            minutes: [float(run["knn"]) for run in runs if (run["group"], run["name"]) == training]
-            for minutes, training in times.items()
-        }
+        knn = {minutes: [float(run["knn"]) for run in logged(*training)] for minutes, training in times.items()}
         axis.plot(list(knn), [statistics.mean(values) for values in knn.values()], color=color)
         marks = [(minutes, value) for minutes, values in knn.items() for value in values]
         axis.plot(*zip(*marks, strict=True), mark, color=color, markersize=4, label=label)
@@ -113,10 +108,9 @@ def show_times() -> None:
 def show_views() -> None:
     """kNN after equal time, a mark for each seed, by what is known about augmentation."""
     found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in read_runs():
-        if row["group"] == "views":
-            method, _, views = row["name"].partition(", ")
-            found[VIEWS.get(views, views)][method][row["seed"]] = float(row["knn"])
+    for run in logged("views"):
+        method, _, views = run["name"].partition(", ")
+        found[VIEWS.get(views, views)][method][run["seed"]] = float(run["knn"])
     figure = Figure(figsize=(5.4, 0.6 + 0.5 * len(found)))
     axis = figure.subplots()
     for height, (views, knn) in enumerate(reversed(found.items())):
@@ -137,27 +131,26 @@ def show_views() -> None:
     write({IMAGES / "views.png": figure})
 
 
-def read_parts() -> dict[str, Part]:
+def read_parts(group: str = "without") -> dict[str, Part]:
     """`fast` and its changes, from the greatest loss to the greatest gain."""
     parts: dict[str, Part] = {}
-    for run in read_runs():
-        if run["group"] not in DAYS:
-            continue
-        name, flags = run["name"].replace("mocov3", "MoCo v3"), run["settings"].removesuffix(EARLIER).strip()
-        label = name if "MoCo v3" in name or not flags else f"{name} (`{flags}`)"
+    for run in logged(group):
+        name = run["name"].replace("mocov3", "MoCo v3")
+        label = name if "MoCo v3" in name or not run["settings"] else f"{name} (`{run['settings']}`)"
         part = parts.setdefault(name, Part(label, {}, [], [], []))
-        part.knn[run["group"], run["seed"]] = float(run["knn"])
+        part.knn[run["seed"]] = float(run["knn"])
         part.images.append(int(run["images"]))
         part.tflops.append(part.images[-1] * float(run["gflops_per_image"]) / 1000)
     fast = parts["fast"].knn
     for part in parts.values():
-        part.gains.extend(knn - fast[day_and_seed] for day_and_seed, knn in part.knn.items())
+        part.gains.extend(knn - fast[seed] for seed, knn in part.knn.items())
     return dict(sorted(parts.items(), key=lambda item: statistics.mean(item[1].gains)))
 
 
 def table_of_parts(parts: dict[str, Part]) -> list[str]:
     """The rows of the table in docs/results.md."""
-    half, lines = pooled_interval([part.gains for part in parts.values() if part.label != "fast"]), []
+    groups, lines = (parts, read_parts(f"without{EARLIER}")), []
+    half = pooled_interval([part.gains for each in groups for name, part in each.items() if name != "fast"])
     for part in parts.values():
         cells = [part.label, len(part.knn), f"{statistics.mean(part.images):,.0f}"]
         cells += [f"{statistics.mean(part.tflops):.1f}", f"{statistics.mean(part.knn.values()):.1f}"]
@@ -176,34 +169,27 @@ def pooled_interval(groups: list[list[float]]) -> float:
 def table_of_methods() -> list[str]:
     """Likewise, of methods: cost, images seen, kNN by learning rate and of more seeds with the best one, and kNN with
     flips only; the best first."""
-    runs = read_runs()
-
-    def of(group: str, name: str) -> list[dict[str, str]]:
-        return [run for run in runs if (run["group"], run["name"]) == (group, name)]
-
     rows = []
-    for run in runs:
+    for run in logged("methods"):
         method = run["name"].removeprefix("lr 1e-3, ")
-        if run["group"] != "methods" or method == run["name"]:
+        if method == run["name"]:
             continue
-        by_rate = {lr: of("methods", f"lr {lr}, {method}")[0] for lr in ("1e-3", "2e-3", "4e-3")}
-        best = max(by_rate.values(), key=lambda run: float(run["knn"]))
-        seeds = [float(run["knn"]) for run in (best, *of("methods again", method))]
-        images = statistics.mean(int(run["images"]) for run in (best, *of("methods again", method)))
-        cells = [f"`{method}`{DETAILS.get(method, '')}", f"{float(best['gflops_per_image']):.3f}", f"{images:,.0f}"]
-        cells += [f"{float(run['knn']):.1f}" for run in by_rate.values()]
-        cells += [f"{statistics.mean(seeds):.1f}" + (f" ({len(seeds)})" if len(seeds) > 1 else "")]
-        cells += [f"{float(of('flips', method)[0]['knn']):.1f}"]
-        rows.append((statistics.mean(seeds), f"| {' | '.join(cells)} |"))
+        by_rate = [logged("methods", f"lr {lr}, {method}")[0] for lr in ("1e-3", "2e-3", "4e-3")]
+        seeds = [max(by_rate, key=lambda run: float(run["knn"])), *logged("methods again", method)]
+        images, knn = (statistics.mean(float(run[column]) for run in seeds) for column in ("images", "knn"))
+        cells = [f"`{method}`{DETAILS.get(method, '')}", f"{float(run['gflops_per_image']):.3f}", f"{images:,.0f}"]
+        cells += [f"{float(run['knn']):.1f}" for run in by_rate]
+        cells += [f"{knn:.1f}" + (f" ({len(seeds)})" if len(seeds) > 1 else "")]
+        cells += [f"{float(logged(f'flips{EARLIER}', method)[0]['knn']):.1f}"]
+        rows.append((knn, f"| {' | '.join(cells)} |"))
     return [line for _, line in sorted(rows, reverse=True)]
 
 
 def table_of_mixes() -> list[str]:
     """Likewise, of mixes: images seen, and kNN by learning rate; the best first."""
     found: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for run in read_runs():
-        if run["group"] == "mixes":
-            found[run["name"].split(", ")[1]].append(run)
+    for run in logged(f"mixes{EARLIER}"):
+        found[run["name"].split(", ")[1]].append(run)
     rows = []
     for mix, runs in found.items():
         knn = [f"{float(run['knn']):.1f}" for run in sorted(runs, key=lambda run: run["name"])]
@@ -214,13 +200,13 @@ def table_of_mixes() -> list[str]:
 
 def table_of_few_images() -> list[str]:
     """Likewise, of trainings on few images: how they are evaluated, and the mean over the seeds of each method."""
-    runs, rows = read_runs(), []
+    rows = []
     for images in (1_000, 5_000, 20_000):
         for column, (group, label) in EVALUATIONS.items():
             found: dict[str, dict[str, float]] = defaultdict(dict)
-            for run in runs:
+            for run in logged(group):
                 method, _, rest = run["name"].partition(", ")
-                if run["group"] == group and rest == f"{images} images" and run[column]:
+                if rest == f"{images} images" and run[column]:
                     found[method][run["seed"]] = float(run[column])
             if "fast" not in found:
                 continue

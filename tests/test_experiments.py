@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from patchmix.cli import parse
+from patchmix.config import parse_minutes
 from patchmix.settings import Pretrain
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -34,9 +35,10 @@ def experiments() -> Any:
 def test_every_training_is_a_known_one(experiments: Any, group: str) -> None:
     seen = set()
     for training in experiments.rows(group):
-        flags = ["cifar10", "--out", "run", *experiments.flags(training)]
+        flags = ["cifar10", "--out", "run", *experiments.flags(training, 100.0, "shapes:500")]
         config = parse(Pretrain, flags, prog="patchmix pretrain").run
-        assert (config.train.seed, config.train.budget) == (training.seed, training.budget)
+        assert config.train.seed == training.seed
+        assert config.train.epochs == pytest.approx(parse_minutes(training.budget) * 60 * 100 / 500, rel=1e-3)
         assert group == "speed" or config.recipe == "fast"
         assert (config.model.dim, config.model.depth) == (128, 4)
         seen.add((str(config), str(training.part), training.evaluations))
@@ -54,9 +56,19 @@ def test_what_is_in_the_log_is_not_trained_again(
         trained.append(folder)
         return {"images": 1, "seconds": 2, "gflops_per_image": 0.1, "knn": 50.0}
 
+    measured: list[str] = []
+
+    def images_per_second(data: str, out: Path, training: Any) -> float:
+        measured.append(training.name)
+        return 123.4
+
     monkeypatch.setattr(experiments, "train", train)
+    monkeypatch.setattr(experiments, "images_per_second", images_per_second)
     log = tmp_path / "runs.csv"
     call = ["shapes", "views", "--out", str(tmp_path)]
+    experiments.main([*call, "--measure"])
+    assert not trained
+    assert measured == [f"{method}, {views}" for views in experiments.VIEWS for method in ("fast", "mocov3")]
     with pytest.raises(KeyboardInterrupt):
         experiments.main(call)
     trained.clear()
@@ -71,6 +83,7 @@ def test_what_is_in_the_log_is_not_trained_again(
     ]
     assert rows[-1]["settings"] == f"{experiments.VIEWS['flips']} --momentum 0.99"
     assert len(trained) == 1
+    assert len(measured) == 7  # flips with this momentum are new
 
 
 def test_parts_of_the_training_images(experiments: Any, tmp_path: Path) -> None:
@@ -100,7 +113,7 @@ def test_tables_of_the_results_follow_from_the_log() -> None:
 @pytest.mark.slow
 def test_a_training_of_the_queue_for_real(experiments: Any, tmp_path: Path) -> None:
     log = tmp_path / "runs.csv"
-    experiments.main(["shapes:256", "hour", "--out", str(tmp_path), "--csv", str(log), "--budget", "60s"])
+    experiments.main(["shapes:256", "hour", "--out", str(tmp_path), "--csv", str(log), "--budget", "20s"])
     with log.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == ["fast", "mocov3"]

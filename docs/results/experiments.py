@@ -3,10 +3,10 @@
     taskset -c 1 python docs/results/experiments.py cifar10 --out runs/experiments views speed without small hour
 
 DATA is a folder with CIFAR-10 as train.parquet and test.parquet. Every training runs on one thread, is evaluated by kNN
-and becomes a line of the log. Its minutes are CPU time, so that other programs cost it little. Two of these, one with
-`--only fast` and one with `--only mocov3`, train pairs side by side on two cores with the same load beside both. Groups
-`without`, `methods`, `methods again`, `mixes` and `flips` never see the test images: their kNN is of each training
-image by all others.
+and becomes a line of the log. It takes as many images as its settings process in its minutes; how many they process in
+a second is measured first, for 20 seconds of CPU time, and kept in speeds.csv beside the log. So other programs change
+no result, unless they run while speeds are measured (`--measure` does only that). Groups `without`, `methods`, `methods
+again`, `mixes` and `flips` never see the test images: their kNN is of each training image by all others.
 """
 
 import argparse
@@ -14,16 +14,18 @@ import csv
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COLUMNS = ("group", "name", "seed", "budget", "images", "seconds", "gflops_per_image", "knn", "linear", "finetune",
            "settings")  # fmt: skip
 
-# `patchmix`, whose --budget is CPU time of its process instead of the clock's.
+# `patchmix`, whose --budget and speed are by CPU time of its process instead of the clock's.
 PATCHMIX = """
 import time, types
 from patchmix.train import watch
@@ -191,49 +193,83 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("groups", nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--csv", type=Path, help="the log of all runs; by default OUT/runs.csv")
+    parser.add_argument("--measure", action="store_true", help="measure the speeds, and train nothing")
     parser.add_argument("--only", default="", help="trainings whose 'NAME, seed S' begins so")
     parser.add_argument("--budget", help="for every training, instead of its own")
     parser.add_argument("--settings", default="", help="flags for every training, after its own")
     arguments = parser.parse_args(args)
-    log, done = arguments.csv or arguments.out / "runs.csv", set()
-    if log.exists():
-        with log.open(newline="") as file:
-            done = {(row["group"], row["name"], int(row["seed"])) for row in csv.DictReader(file)}
-    for group in arguments.groups:
-        for training in rows(group):
-            label = f"{training.name}, seed {training.seed}"
-            if (group, training.name, training.seed) in done or not label.startswith(arguments.only):
-                continue
-            training = training._replace(
-                budget=arguments.budget or training.budget,
-                settings=f"{training.settings} {arguments.settings}".strip(),
-            )
-            kept = "small" if group == "labels" else group
-            folder = arguments.out / kept / re.sub(r"\W+", "-", f"{training.name}-{training.seed}")
-            found = train(cut(arguments.data, training, arguments.out), folder, flags(training), training.evaluations)
-            append({"group": group, **training._asdict(), **found}, log)
+    log = arguments.csv or arguments.out / "runs.csv"
+    speeds = log.with_name("speeds.csv")
+    done = {(row["group"], row["name"], int(row["seed"])) for row in read(log)}
+    wanted = [
+        (group, each._replace(budget=arguments.budget or each.budget,
+                              settings=f"{each.settings} {arguments.settings}".strip()))
+        for group in arguments.groups
+        for each in rows(group)
+        if (group, each.name, each.seed) not in done and f"{each.name}, seed {each.seed}".startswith(arguments.only)
+    ]  # fmt: skip
+    for _, training in wanted:
+        if speed_key(training) not in {row["settings"] for row in read(speeds)}:
+            speed = images_per_second(cut(arguments.data, training, arguments.out), arguments.out, training)
+            append({"settings": speed_key(training), "images_per_second": round(speed)}, speeds)
+    for group, training in [] if arguments.measure else wanted:
+        kept = "small" if group == "labels" else group
+        folder = arguments.out / kept / re.sub(r"\W+", "-", f"{training.name}-{training.seed}")
+        speed = next(int(row["images_per_second"]) for row in read(speeds) if row["settings"] == speed_key(training))
+        data = cut(arguments.data, training, arguments.out)
+        found = train(data, folder, flags(training, speed, data), training.evaluations)
+        row = {"group": group, **training._asdict(), **found}
+        append({column: row.get(column) for column in COLUMNS}, log)
 
 
-def flags(training: Training) -> list[str]:
-    common = f"--budget {training.budget} --seed {training.seed} --workers 0 --monitor-every 0 --resume auto"
-    recipe = "" if "--recipe" in training.settings else "--recipe fast"
-    return f"{recipe} {common} {training.settings}".split()
+def flags(training: Training, speed: float, data: str) -> list[str]:
+    """As many epochs of the data as the budget is enough for."""
+    from patchmix.config import parse_minutes
+    from patchmix.data.sources import open_source
+
+    images = parse_minutes(training.budget) * 60 * speed
+    epochs = images / len(open_source(data, "train", cache_bytes=0))
+    common = f"--epochs {epochs:.4g} --seed {training.seed} --workers 0 --monitor-every 0 --resume auto"
+    return f"{recipe(training)} {common} {training.settings}".split()
+
+
+def recipe(training: Training) -> str:
+    return "" if "--recipe" in training.settings else "--recipe fast"
+
+
+def speed_key(training: Training) -> str:
+    """The settings without the learning rate, which does not change the speed."""
+    return re.sub(r" ?--base-lr \S+", "", training.settings)
+
+
+def patchmix(*args: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", PATCHMIX, *args], env=environment, check=True)
+
+
+def images_per_second(data: str, out: Path, training: Training) -> float:
+    """Of a training of 20 seconds, all stages of its schedules included."""
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        short = "--budget 20s --workers 0 --log-every 2 --monitor-every 0 --monitor-bank 500 --monitor-queries 100"
+        patchmix(
+            "pretrain", data, "--out", f"{folder}/run", *f"{recipe(training)} {short} {speed_key(training)}".split()
+        )
+        speeds = [line["images_per_second"] for line in lines(Path(folder) / "run") if "images_per_second" in line]
+    return statistics.harmonic_mean(speeds[2:])  # without the first steps, which are slower
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def train(data: str, folder: Path, options: list[str], evaluations: tuple[str, ...]) -> dict[str, float]:
     """Trains and evaluates, or continues to."""
-
-    def patchmix(*args: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-c", PATCHMIX, *args], env=environment, check=True)
-
     patchmix("pretrain", data, "--out", str(folder), *options)
     for evaluation in evaluations:
         verb, *how = evaluation.split()
         labeled = repeated(Path(data)) if verb == "finetune" else data
         patchmix(verb, str(folder), "--data", labeled, "--workers", "0", *how)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    last = next((line for line in reversed(lines) if "seconds" in line), {"step": 0, "seconds": 0})
+    last = next((line for line in reversed(lines(folder)) if "seconds" in line), {"step": 0, "seconds": 0})
     results = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
     from patchmix.run import Run
@@ -248,10 +284,17 @@ def train(data: str, folder: Path, options: list[str], evaluations: tuple[str, .
     }
 
 
-def append(row: dict[str, object], file: Path) -> None:
+def read(file: Path) -> list[dict[str, str]]:
+    if not file.exists():
+        return []
+    with file.open(newline="") as text:
+        return list(csv.DictReader(text))
+
+
+def append(row: dict[str, Any], file: Path) -> None:
     new = not file.exists()
-    with file.open("a", newline="") as lines:
-        writer = csv.DictWriter(lines, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    with file.open("a", newline="") as text:
+        writer = csv.DictWriter(text, list(row), lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerow(row)
