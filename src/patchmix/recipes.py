@@ -138,6 +138,7 @@ def adapt(model: str = "same", epochs: float | None = None) -> Config:
     epochs = 20.0 if epochs is None else epochs
     return Config(
         recipe="adapt",
+        data=DataConfig("your images"),
         views=ViewsConfig(area=(0.2, 1.0), mean=(), std=()),
         model=ModelConfig(name=model),
         method=MethodConfig("patchmix", PatchMixOptions()),

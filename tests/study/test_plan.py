@@ -172,6 +172,8 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             estimate(plan_of(**settings))
+    with pytest.raises(ValueError, match="the number of images of 'your images' is not known"):
+        estimate(from_keywords(Plan, recipe="adapt", model=S16[1], gpus="8xA100-80GB"))
     assert all(each.source and each.tflops > 50 for each in HARDWARE.values())
 
 
@@ -183,10 +185,10 @@ def test_micro_batches_exchange_what_the_whole_batch_does_and_statistics_each() 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--dim", "24", "--depth", "1", "--heads", "2", "--workers", "0"]
-    main(["plan", "--recipe", "demo", "--here", "--epochs", "1", *small])
+    main(["plan", "--recipe", "demo", "--here", "--epochs", "1", "--in-chans", "5", *small])
     out = capsys.readouterr().out
     assert "here (cpu)" in out and "measured by a step" in out
-    assert "h at the measured speed" in out and "% of the peak" not in out
+    assert "min at the measured speed" in out and "0.0 h" not in out and "% of the peak" not in out
 
 
 def test_the_tables_of_the_docs_are_what_the_command_says() -> None:

@@ -74,12 +74,13 @@ def plan(settings: Plan[Any], console: Console | None = None) -> dict[str, Any]:
 
     plain, recomputing = found["memory"], found["memory_recomputing"]
     speed = "the measured speed" if settings.here else f"{100 * found['utilization']:.0f} % of the peak"
+    time = f"{found['hours']:,.1f} h" if found["hours"] >= 1 else f"{60 * found['hours']:.2g} min"
     title = f"{found['method']}, {found['model']}: {found['devices']} × {found['hardware']}"
     table = Table(title=title, box=None, show_header=False)
     rows = {
         "training": f"{found['images']:,} images × {found['epochs']:g} epochs, batch {found['batch_size']}",
         "FLOPs": f"{found['flops']:.3g} ({found['flops_per_image'] / 1e9:.1f} G per image)",
-        "time": f"{found['hours']:,.1f} h at {speed}",
+        "time": f"{time} at {speed}",
         "energy": f"{found['kwh']:,.0f} kWh at full power" if found["kwh"] else "–",
         "memory per device": f"{gb(sum(plain.values()))} ({parts(plain)})",
         "with --recompute": f"{gb(sum(recomputing.values()))} ({parts(recomputing)})",
@@ -201,7 +202,8 @@ def this_machine(settings: Plan[Any]) -> Hardware:
     """The rate of a few steps of the configuration here, as `patchmix bench` measures it."""
     from patchmix.study.bench import PROGRESS, measure_speed
 
-    config = settings.run.replace(batch_size=min(16, settings.run.train.batch_size), accumulate=1, data="shapes:64")
+    batch = min(16, settings.run.train.batch_size)
+    config = settings.run.replace(batch_size=batch, accumulate=1, data="shapes:64", in_chans=3)  # shapes are RGB
     speed, flops = measure_speed(config, steps=1), config_flops(config, at=PROGRESS)
     assert flops is not None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
