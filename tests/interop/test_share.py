@@ -168,6 +168,21 @@ def test_a_readme_is_not_overwritten_unasked(trained_run: Path, tmp_path: Path) 
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+def test_the_card_says_where_weights_come_from(trained_run: Path) -> None:
+    backbone = load_backbone(trained_run)
+    for origin, row in (
+        ({"start": {"weights": {"source": "timm:vit"}}}, "| continued from | timm:vit |"),
+        ({"format": "dino", "file": "dino.pth"}, "| converted from | dino.pth |"),
+    ):
+        assert row in model_card(replace(backbone, origin=origin), str(trained_run), "user/name")
+
+
+def test_a_license_needs_a_card(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", str(trained_run), "--out", str(tmp_path / "a.safetensors"), "--license", "mit"])
+    assert "--license is for the model card; add --format huggingface" in capsys.readouterr().err
+
+
 def test_the_card_has_small_means_and_deviations(trained_run: Path) -> None:
     backbone = replace(load_backbone(trained_run), mean=(0.0312, 0.02, 0.0004), std=(0.0126, 0.01, 0.0003))
     card = model_card(backbone, str(trained_run), "user/name")

@@ -19,11 +19,13 @@ from patchmix.report.curves import read_history
 from patchmix.settings import Export, Push
 
 FACTS = {"data": "trained on", "images": "training images", "recipe": "recipe", "method": "method"}
-FACTS |= {"epochs": "epochs", "step": "optimizer steps", "seed": "seed"}
+FACTS |= {"epochs": "epochs", "step": "optimizer steps", "seed": "seed", "file": "converted from"}
 
 
 def export_weights(settings: Export) -> Exported:
     """Writes an encoder for another program, with a model card for the Hub; prints the code that opens it."""
+    if settings.format != "huggingface" and settings.license:
+        raise ValueError("--license is for the model card; add --format huggingface, or leave it out")
     if settings.format == "huggingface" and not settings.overwrite:
         check_absent(settings.out / "README.md")
     backbone = load_backbone(settings.weights, encoder=settings.encoder)
@@ -82,6 +84,8 @@ def model_card(backbone: Backbone, weights: str, repo: str, license: str | None 
     for key, name in FACTS.items():
         if key in origin:
             rows[name] = f"{origin[key]:,}" if key in ("images", "step") else str(origin[key])
+    if source := origin.get("start", {}).get("weights", {}).get("source"):
+        rows["continued from"] = source
     history, step = read_history(weights), int(origin.get("step", 0))
     seconds = history.last("seconds")
     if history.flops_per_image and history.batch_size and step:
