@@ -53,6 +53,10 @@ def test_runs_are_overlaid_with_chance_and_floor() -> None:
     assert [text.get_text() for text in loss.get_legend().get_texts()] == ["a", "chance", "floor", "b"]
     assert len(loss.lines) == 2 + 2  # each run, bounds once
     assert list(knn.lines[0].get_ydata()) == pytest.approx([10, 40])
+    short = [row for row in ROWS if row["step"] <= 4]
+    loss = curves_figure([History("a", short), History("b", ROWS)]).axes[0]
+    (chance,) = (line for line in loss.lines if line.get_label() == "chance")
+    assert list(chance.get_xdata()) == [0.5, 1.0, 1.5]  # as long as the longest run
 
 
 def test_runs_of_the_same_name_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,16 +55,18 @@ def test_results_stand_beside_the_papers_numbers(tmp_path: Path) -> None:
     assert rows["finetune"].result is None and "not evaluated" in rows["finetune"].cells()
 
 
-def test_the_table_has_short_names_where_they_differ(tmp_path: Path) -> None:
-    def table(*names: str) -> str:
+def test_the_table_has_short_names_where_they_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def table(*names: str, parent: Path = tmp_path) -> str:
         printed = io.StringIO()
-        compare(Compare(tuple(tmp_path / name for name in names)), Console(file=printed, width=300))
+        compare(Compare(tuple(parent / name for name in names)), Console(file=printed, width=300))
         return printed.getvalue()
 
     for name in ("a", "b", "sub", "sub/a"):
         make_run(tmp_path / name, None, result("knn", 0.9, data=str(tmp_path / "photos")))
     assert str(tmp_path) not in table("a", "b") and "photos" in table("a", "b")
     assert str(tmp_path / "a") in table("a", "sub/a") and str(tmp_path / "sub/a") in table("a", "sub/a")
+    monkeypatch.chdir(tmp_path / "sub")
+    assert "sub  kNN" in table(".", parent=Path())
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,8 @@ def curves_figure(histories: Sequence[History], *, axis: str = "epochs") -> Figu
 
 
 def _draw_panel(place: Axes, panel: dict[str, Any], names: Sequence[str], axis: str) -> None:
-    drawn: list[tuple[str, float, float]] = []  # bounds, which runs of one batch size share
-    for curve in panel["series"]:
+    drawn: list[tuple[str, float, float]] = []  # bounds, which runs of one batch size share: the longest run's
+    for curve in sorted(panel["series"], key=lambda each: -each["x"][axis][-1]):
         color, line = look(curve["run"], LINES)
         xs, ys = curve["x"][axis], curve["y"]
         marker = "o" if len(xs) < 25 else None

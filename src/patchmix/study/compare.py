@@ -50,18 +50,18 @@ def compare(settings: Compare, console: Console | None = None) -> list[Row]:
         if config is not None:
             length = config.train.budget or f"{config.train.epochs:g} epoch{'s' * (config.train.epochs != 1)}"
             trainings.append(f"{folder}: {config.model.name}, recipe {config.recipe}, {length} on {config.data.path}")
-    order = [*PROTOCOL_NAMES]
+    order = {name: i for i, name in enumerate(PROTOCOL_NAMES)}
 
     def place(row: Row) -> tuple[bool, str, int, bool]:
         name = row.protocol.partition("@")[0]  # knn@5-shot stands with knn
-        known = order.index(name) if name in order else len(order)
-        return row.result is None, row.cells()[2] or "", known, row.result is not None and bool(row.result.changed)
+        changed = row.result is not None and bool(row.result.changed)
+        return row.result is None, row.cells()[2] or "", order.get(name, len(order)), changed
 
     rows.sort(key=place)
     table = Table(caption="in %: top-1 or mIoU; for detectors, box / mask AP", box=None, padding=(0, 2, 0, 0))
     for name in HEAD[:7]:
         table.add_column(name, overflow="fold")
-    names = {str(path): path.name for path in map(Path, settings.runs)}
+    names = {str(path): path.absolute().name for path in map(Path, settings.runs)}
     for row in rows:
         run, protocol, data, *scores = row.cells()[:7]
         short = names[row.run] if len({*names.values()}) == len(names) else run

@@ -251,9 +251,8 @@ def flops(settings: Flops, console: Console | None = None) -> list[FlopsRow]:
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in shape.create().parameters())
         as_paper = settings.batch == 2 and model in MODELS and method in PAPER_GFLOPS
-        number, size = PAPER_CROPS.get(method, (0, 96)) if model in MODELS else (0, 96)
-        if settings.local_crops is not None:
-            number, size = settings.local_crops, 96
+        known = PAPER_CROPS.get(method) if model in MODELS and settings.local_crops is None else None
+        number, size = known or (settings.local_crops or 0, 96)
         size = settings.local_size or size
         how: dict[str, Any] = {"batch": settings.batch, "local_crops": number, "local_size": size}
         linear = method_flops(method, shape, **how, patch_heads=not as_paper)
