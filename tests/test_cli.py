@@ -96,6 +96,12 @@ def test_adapt_takes_its_weights_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "WEIGHTS and --init-from both give the weights to start from" in fails(capsys, *given)
 
 
+def test_choices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ablation is 'mx'; it must be one of mix, num-mix" in fails(capsys, "ablate", "mx", "shapes", "--out", "a")
+    error = fails(capsys, "import", "a.pth", "--out", "a", "--encoder", "bas")
+    assert "did you mean 'base'?" in error and "None" not in error
+
+
 def test_pretrain_leaves_a_complete_run_and_its_config_runs_again(tmp_path: Path) -> None:
     import timm
     import torch
@@ -149,7 +155,7 @@ def test_recipes_lists_every_row(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setenv("COLUMNS", "200")
     main(["recipes"])
     text = capsys.readouterr().out
-    for word in ("vit_tiny_patch2_32", "vit_base_patch16_224", "cifar100", "official", "demo", "77.4"):
+    for word in ("vit_tiny_patch2_32", "vit_base_patch16_224", "cifar100", "official", "demo", "77.4", "your images"):
         assert word in text
 
 
@@ -300,6 +306,9 @@ def test_a_run_is_repeated_from_its_configuration(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     error = fails(capsys, "pretrain", "shapes:64", "--out", tmp_path / "c", "--config", tmp_path / "none.yaml")
     assert "there is no configuration" in error
+    continued = ["pretrain", "shapes:64", "--out", str(tmp_path / "a"), "--resume", "auto"]
+    assert "resume with the same one (--config RUN)" in fails(capsys, *continued)
+    main([*continued, "--config", str(tmp_path / "a")])
 
 
 def test_evaluate_compare_embed(own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

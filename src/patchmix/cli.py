@@ -370,8 +370,8 @@ def _tyro(cls: Any, args: list[str], prog: str, default: Any = None) -> Any:
         if "'run.data.path'" in text:
             raise ValueError(f"DATA is missing; it has no flag: {prog} DATA … ({prog} --help)") from None
         reason = re.split(r"For full helptext|Argument helptext", text)[0].strip()
-        if choice := re.match(r"invalid choice '(.*)' for argument '(--\S+)'\. Expected one of \((.*)\)", reason):
-            known = re.findall(r"'([^']+)'", choice[3])
+        if choice := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)", reason):
+            known = [name for name in re.findall(r"'([^']+)'", choice[3]) if name != "None"]
             reason = f"{choice[2]} is {choice[1]!r}; it must be one of {', '.join(known)}"
             reason += f"; {hint}" if (hint := did_you_mean(choice[1], known)) else ""
         raise ValueError(f"{reason} ({prog} --help)") from None

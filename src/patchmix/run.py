@@ -204,8 +204,8 @@ def _find_checkpoint(config: Config, out: Path, resume: str | Path | None) -> di
     changed = differences(saved, completed(config, saved))
     if changed:
         raise ValueError(
-            f"{path} was made with another configuration ({'; '.join(changed)}); resume with the same one, or start "
-            "a new run with --init-from"
+            f"{path} was made with another configuration ({'; '.join(changed)}); resume with the same one "
+            "(--config RUN), or start a new run with --init-from"
         )
     return state
 
