@@ -433,9 +433,7 @@ class Plan(Generic[Options]):
     here: bool = False  # This machine, at the speed measured over a few steps.
     tflops: Above0 | None = None  # Peak TFLOP/s of one device, for other hardware.
     memory: Above0 | None = None  # Memory of one device in GB, for other hardware.
-    utilization: Annotated[float, Interval(gt=0, le=1)] = (
-        0.2  # Share of the peak that is reached; not used with --here.
-    )
+    utilization: Annotated[float, Interval(gt=0, le=1)] = 0.2  # Share of the peak that is reached; unused with --here.
     images: Count | None = None  # Number of images; known for named datasets.
     image_kb: Above0 | None = None  # Mean size of an image file in KB; by default ImageNet's or CIFAR's.
     run: RunSettings[Options] = field(default_factory=Config)
