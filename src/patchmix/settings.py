@@ -314,8 +314,8 @@ class ShowMix:
     data: Data  # Images, as for pretrain.
     out: Path = Path("mix.png")  # A .png, .svg or .pdf; the target matrices are written to NAME-targets.
     mix: MixName = "patchmix"  # How images are mixed.
-    num_mix: Count = 3  # Images per mix, M.
-    patch_size: Count = 8  # Side of a patch in pixels.
+    num_mix: Count = 3  # Images per mix, M, of patchmix; other mixes take two.
+    patch_size: Count = 8  # Side of a patch in pixels, of patchmix and regionswap.
     size: Count = 64  # Side in pixels of the center crop that is drawn.
     images: Count = 6  # Number of images of DATA.
     seed: int = 0  # Seed of the mix.
