@@ -443,6 +443,22 @@ def test_devices_beside_a_launcher(capsys: pytest.CaptureFixture[str], monkeypat
         ("--local-size 16", "local_size has no effect, because local_crops is 0"),
         ("--method sdmp --mix mixup --pasted-area 0 1", "pasted_area has no effect, because mix is mixup"),
         ("--method swav --queue-start 0.5", "queue_start has no effect, because queue_length is 0"),
+        (
+            "--init-from a --initialization mocov3",
+            "initialization has no effect, because init_from is a",
+        ),  # the default
+        ("--init-from a --model same --stem conv", "stem has no effect, because model is same"),
+        ("--local-size 96", "local_size has no effect, because local_crops is 0"),  # the default
+        ("--weights 0 1 1 --plain-share 0.5", "plain_share has no effect, because weights is (0.0, 1.0, 1.0)"),
+        (
+            "--weights 1 0 0 --mixed-ramp 0.5",
+            "mixed_ramp has no effect, because weights is (1.0, 0.0, 0.0) and region_weight is 0.0",
+        ),
+        ("--weights 1 0 0 --region-weight 1 --mixed-ramp 0.5 --image-sizes 32 --no-author-positions", None),
+        (
+            "--method ibot --mask-probability 0 --mask-ratio 0 1",
+            "mask_ratio has no effect, because mask_probability is 0.0",
+        ),
         ("--method mocov3 --momentum 0.9 --local-crops 2 --local-size 16", None),
         ("--recipe fast --mix cutmix", None),  # fast's own M was not asked for
         ("--local-size 16 --devices 2", None),  # the first of the two processes tells it
@@ -462,6 +478,8 @@ def test_options_without_effect_are_named(
 def test_options_without_effect_are_named_in_python(capsys: pytest.CaptureFixture[str]) -> None:
     from_keywords(Pretrain, "shapes", "a", mix="mixup", mix_blocks=(2, 1))
     assert "mix_blocks has no effect, because mix is mixup" in capsys.readouterr().err
+    from_keywords(Adapt, "timm:weights", "shapes", "a", initialization="mimetic")
+    assert "initialization has no effect, because init_from is timm:weights" in capsys.readouterr().err
 
 
 def test_bench_needs_no_data_but_takes_it(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -23,7 +24,6 @@ from patchmix import __version__
 from patchmix import settings as s
 from patchmix.config import (
     Config,
-    changes,
     check_known,
     check_precision,
     did_you_mean,
@@ -79,13 +79,23 @@ VERBS = {
 }
 
 
-# Options of a run that have an effect only where another one has certain values.
-NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("num_mix", "num_mix_stages", "mix_blocks"), ("mix", lambda mix: mix == "patchmix")),
-    **dict.fromkeys(("momentum", "momentum_stages", "momentum_update"), ("momentum_encoder", bool)),
-    **dict.fromkeys(("local_size", "local_area"), ("local_crops", bool)),
-    "pasted_area": ("mix", lambda mix: mix in ("resizemix", "all")),
-    "queue_start": ("queue_length", bool),
+# Options of a run → others of which one must have certain values for them to have an effect.
+NEEDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "num_mix num_mix_stages mix_blocks": {"mix": lambda mix: mix == "patchmix"},
+    "pasted_area": {"mix": lambda mix: mix in ("resizemix", "all")},
+    "momentum momentum_stages momentum_update": {"momentum_encoder": bool},
+    "plain_share label_smoothing": {"weights": lambda weights: weights[0] > 0},
+    "mixed_share mixed_ramp": {"weights": lambda weights: any(weights[1:]), "region_weight": bool},
+    "normalize_mix_to_mix": {"weights": lambda weights: weights[2] > 0},
+    "teacher_patch_temperature center_patch_momentum": {"weights": lambda weights: weights[1] > 0},
+    "mask_ratio": {"mask_probability": bool},
+    "queue_start": {"queue_length": bool},
+    "local_size local_area": {"local_crops": bool},
+    "author_positions": {"local_crops": bool, "image_sizes": bool},
+    "brightness contrast saturation hue": {"jitter": bool},
+    "sigma": {"blur": any, "local_crops": bool},
+    "initialization": {"init_from": lambda weights: weights is None},
+    "stem": {"model": lambda name: name != "same"},
 }
 
 # What every command takes.
@@ -261,11 +271,8 @@ def parse(cls: type[Any], args: list[str], prog: str) -> Any:
     default = cls(run=replace(config, data=data), recipe=config.recipe, **required)
     parsed = _tyro(cls[type(config.method.options)], args, prog, default)
     run = from_dict(to_dict(parsed.run))
-    if not _starts_processes(parsed):
-        _warn_of_unused(cls, config, run)
     words = {re.sub("^--(no-)?", "", word.partition("=")[0]).replace("-", "_") for word in args if word[:2] == "--"}
-    given = {"given": tuple(flat(run).keys() & {*words, "data"})} if cls is s.Ablate else {}
-    return validate(cls, vars(parsed) | {"run": run, **given})
+    return _with_run(cls, vars(parsed), run, flat(run).keys() & {*words, "data"})
 
 
 def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
@@ -293,10 +300,7 @@ def from_keywords(cls: type[Any], *args: Any, **keywords: Any) -> Any:
     decisive = {name: keywords.pop(name) for name in ("data", "model", "method", "epochs") if name in keywords}
     places = {"recipe": own.get("recipe"), "config": Path(own["config"]) if own.get("config") else None}
     config = _start(cls, **places, **decisive, budget=keywords.get("budget"))
-    run = config.replace(**keywords, **options)
-    _warn_of_unused(cls, config, run)
-    given = {"given": (*decisive, *keywords)} if cls is s.Ablate else {}
-    return validate(cls, {**own, "run": run, **given})
+    return _with_run(cls, own, config.replace(**keywords, **options), {*decisive, *keywords})
 
 
 def _starts_processes(settings: Any) -> bool:
@@ -308,15 +312,22 @@ def _starts_processes(settings: Any) -> bool:
     return False
 
 
-def _warn_of_unused(cls: type[Any], start: Config, run: Config) -> None:
-    """Names the options that were given but that another one leaves without effect."""
-    if cls is s.Ablate or os.environ.get("RANK", "0") != "0":  # rows of an ablation have options of their own
-        return
-    settings = {name: value for name, (_, value) in flat(run).items()}
-    for name in changes(start, run).keys() & NEEDS.keys():
-        other, has_effect = NEEDS[name]
-        if other in settings and not has_effect(settings[other]):
-            warn(f"{name} has no effect, because {other} is {settings[other]}")
+def _with_run(cls: type[Any], own: dict[str, Any], run: Config, given: AbstractSet[str]) -> Any:
+    """The settings of a verb with those of its run; names the given ones that others leave without effect."""
+    if cls is s.Ablate:  # whose rows have options of their own
+        return validate(cls, {**own, "run": run, "given": tuple(given)})
+    settings = validate(cls, {**own, "run": run})
+    if os.environ.get("RANK", "0") != "0" or _starts_processes(settings):  # rank 0 says it
+        return settings
+    values = {name: value for name, (_, value) in flat(run).items()}
+    values["init_from"] = own.get("weights", values["init_from"])  # of adapt
+    for names, needs in NEEDS.items():
+        for name in given & {*names.split()}:
+            others = {other: values[other] for other in needs if other in values}
+            if others and not any(needs[other](value) for other, value in others.items()):
+                why = " and ".join(f"{other} is {value}" for other, value in others.items())
+                warn(f"{name} has no effect, because {why}")
+    return settings
 
 
 def takes_run_settings(cls: type[Any]) -> bool:

@@ -289,12 +289,6 @@ def flat(config: Config) -> dict[str, tuple[tuple[str, ...], Any]]:
     return dict(walk(config, ()))
 
 
-def changes(before: Config, after: Config) -> dict[str, Any]:
-    """The settings of `after` that differ from `before`, by their flat names."""
-    old, new = flat(before), flat(after)
-    return {name: value for name, (_, value) in new.items() if name not in old or old[name][1] != value}
-
-
 def differences(a: Config, b: Config) -> list[str]:
     """What two configurations would compute differently, as `key: a → b`."""
     left, right = ({".".join(place): value for place, value in flat(c).values()} for c in (a, b))
