@@ -91,8 +91,11 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
             encoder_weights = fitted(encoder_weights, encoder)
             check_weights(encoder_weights, encoder.state_dict(), "the weights to start from do not fit the model")
             encoder.load_state_dict(encoder_weights)
-        if any(config.train.token_dropout) and not isinstance(getattr(encoder, "patch_drop", None), TokenDropout):
-            raise ValueError(f"token_dropout: {config.model.name} cannot drop tokens; leave --token-dropout out")
+        if any(config.train.token_dropout):
+            if not isinstance(dropout := getattr(encoder, "patch_drop", None), TokenDropout):
+                raise ValueError(f"token_dropout: {config.model.name} cannot drop tokens; leave --token-dropout out")
+            if len(set(config.train.token_dropout)) > 1:  # how many stay changes, which torch.compile can't trace
+                dropout.draw = torch.compiler.disable(dropout.draw)  # type: ignore[method-assign, no-untyped-call]
         check_sizes(config, encoder)
         encoder.set_grad_checkpointing(config.runtime.recompute)
         if config.method.name == "distill":

@@ -13,12 +13,13 @@ from torch._dynamo.backends.debugging import eager
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
-from patchmix.build import METHODS
-from patchmix.config import validate
+from patchmix.build import METHODS, build_method
+from patchmix.config import Config, validate
 from patchmix.methods.method import Method
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.tokens import class_tokens
 from patchmix.nn.vit import create_encoder
+from patchmix.schedules import Linear
 
 SMALL = {"head_hidden": 32, "head_out": 16}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler: install g++")
@@ -78,23 +79,25 @@ def test_a_compiled_method_computes_the_same(name: str, backend: Any) -> None:
     assert graphs[-1] == graphs[2] <= 3  # nothing is compiled again after the first steps
 
 
-def test_a_share_of_dropped_tokens_that_changes() -> None:
+@pytest.mark.parametrize("ends", [(0.6, 0.2), (0.5, 0.5)])
+def test_dropped_tokens(ends: tuple[float, float]) -> None:
     torch._dynamo.reset()
     counters.clear()
-    plain, twin = (make("patchmix", region_weight=1.0) for _ in range(2))
+    config = Config().replace(**SMALL, model="vit_tiny_patch4_16", dim=24, depth=2, heads=2, region_weight=1.0)
+    plain, twin = (build_method(config.replace(token_dropout=ends)).train() for _ in range(2))
     compiled, graphs = torch.compile(twin.forward, backend=eager), []
     for step in range(5):
         losses = []
         for method, forward in ((plain, plain.forward), (twin, compiled)):
             torch.manual_seed(step)
             method.generator.manual_seed(step)
-            method.drop_tokens(0.6 - 0.1 * step)
+            method.drop_tokens(Linear(*ends, duration=1.0)(step / 4))
             loss = forward(views(), *method.draw(views()))["loss"]
             loss.backward()
             losses.append(loss.item())
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[-1] == graphs[2]
+    assert graphs[-1] == (graphs[2] if ends[0] != ends[1] else 1)
 
 
 @pytest.mark.slow

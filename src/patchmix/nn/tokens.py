@@ -128,8 +128,6 @@ class TokenDropout(nn.Module):
             keep = self.draw(torch.ones(1, patches, dtype=torch.bool, device=x.device), patches)
         return torch.cat([x[:, : self.prefix], x[:, self.prefix :][:, keep]], dim=1)
 
-    # How many stay changes with `share`, which torch.compile cannot trace.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def draw(self, groups: Tensor, least: int) -> Tensor:
         """Positions that stay, equally many of each group of patches. groups: (M, T), bool → (T′,)."""
         stay = max(1, round((1.0 - self.share) * least))
