@@ -35,7 +35,12 @@ class Clock:
         self.reserve = 0.0  # seconds to keep for what follows the last step
         self._first_step, self._before = first_step, spent_before
         self._began = self._previous = time.monotonic()
-        self._slowest = 0.0
+        self._slowest = self._reached = 0.0
+
+    def keep(self, seconds: float) -> None:
+        """Sets the reserve, but so that progress does not fall back."""
+        least = self.budget - self.spent() / self._reached if self.budget and self._reached else 0.0
+        self.reserve = max(seconds, least)
 
     def spent(self, progress: float = 0.0) -> float:
         """Seconds of training. A run that is done has used up its budget: it takes no more steps if it is resumed."""
@@ -53,7 +58,8 @@ class Clock:
         done = self.spent() / usable
         if self.spent() + 0.5 * self._slowest >= usable:  # the next step would end beyond the budget
             done = 1.0
-        return distributed.broadcast_float(min(done, 1.0), device)
+        self._reached = distributed.broadcast_float(min(done, 1.0), device)
+        return self._reached
 
     def remaining(self, progress: float) -> float:
         """Seconds to go, at the speed so far."""
