@@ -23,6 +23,16 @@ from patchmix.recipes import fast
         ({"mix_blocks": (4, 2, 1)}, "num_mix has 2; images of 32 px have 1 blocks to mix"),
         ({"image_sizes": (32, 8), "patch_size": 4, "num_mix": 9}, "num_mix has 9; images of 8 px have 4 blocks"),
         ({"local_crops": 1, "local_size": 8, "num_mix": 2}, "num_mix has 2; images of 8 px have 1 blocks"),
+        (
+            {"image_sizes": (32, 8), "mix": "regionswap", "region_weight": 0.0},
+            "images of 8 px are one patch, which has no",
+        ),
+        ({"image_sizes": (32, 8), "method": "regioncl"}, "images of 8 px are one patch, which has no regions"),
+        (
+            {"mix": "regionswap", "region_weight": 0.0, "local_crops": 1, "local_size": 8},
+            "images of 8 px are one patch",
+        ),
+        ({"image_sizes": (32, *[24] * 8), "mix_blocks": (2, *[1] * 7), "num_mix": 1}, "mix_blocks has 2; the 3 × 3"),
         ({"method": "distill", "local_crops": 1, "teacher": "timm:vit"}, "distill has no use for local crops"),
     ],
 )

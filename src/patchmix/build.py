@@ -108,19 +108,21 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
 def check_sizes(config: Config, encoder: VisionTransformer) -> None:
     """A ValueError if the images of any stage do not fit the patches, or what PatchMix makes of them."""
     patch, side, options = patch_size_of(encoder), encoder.patch_embed.img_size[0], config.method.options
-    crops = [config.views.local_size] * min(1, config.views.local_crops)
-    for size in (side, *config.train.image_sizes, *crops):
+    sizes, crops = config.train.image_sizes or (side,), [config.views.local_size] * min(1, config.views.local_crops)
+    for size in (side, *sizes, *crops):
         if size % patch:
             raise ValueError(f"images of {size} px do not divide into patches of {patch} px; use multiples of {patch}")
-    if max(config.train.image_sizes, default=0) > side:
-        raise ValueError(
-            f"image_sizes has {max(config.train.image_sizes)}; the model takes images of {side} px at most"
-        )
+    if max(sizes) > side:
+        raise ValueError(f"image_sizes has {max(sizes)}; the model takes images of {side} px at most")
+    swaps = config.method.name == "regioncl"  # in the two views only
+    if (swaps and min(sizes) == patch) or (getattr(options, "mix", "") == "regionswap" and patch in (*sizes, *crops)):
+        raise ValueError(f"images of {patch} px are one patch, which has no regions to swap; use smaller patches")
     if getattr(options, "mix_blocks", None) is None or options.mix != "patchmix":
         return
-    for progress in [(i + 0.5) / 60 for i in range(60)]:
+    num_mix = 1 if isinstance(options.num_mix, int) else len(options.num_mix)
+    for progress in sorted({i / n for n in (len(sizes), len(options.mix_blocks), num_mix) for i in range(n)}):
         block, most = stage(options.mix_blocks, progress), max(options.num_mix_at(progress), default=1)
-        for size in (stage(config.train.image_sizes or (side,), progress), *crops):
+        for size in (stage(sizes, progress), *crops):
             rows = size // patch
             if rows % block:
                 raise ValueError(f"mix_blocks has {block}; the {rows} × {rows} patches of images of {size} px do not "
