@@ -19,7 +19,6 @@ from patchmix.nn.heads import BatchNorm
 from patchmix.nn.tokens import TokenDropout
 
 _NAME = re.compile(r"vit_(tiny|small|base)_patch(\d+)_(\d+)")
-HEADS = {"tiny": 3, "small": 6, "base": 12}  # Table "backbone"
 
 
 def create_encoder(
@@ -52,12 +51,21 @@ def create_encoder(
         near = difflib.get_close_matches(name, timm.list_models("vit_*"), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"model {name!r} is neither vit_{{tiny,small,base}}_patchP_S nor a timm model{hint}")
-    _check_sizes(name, options)
+    for key, value in options.items():
+        if value < 1:
+            raise ValueError(f"model {name!r}: {key} is {value}; it must be at least 1")
+    pixels, patch = options.get("img_size"), options.get("patch_size")
+    if pixels and patch and pixels % patch:
+        raise ValueError(f"model {name!r}: image size {pixels} is not a multiple of patch size {patch}")
     if any_image_size:
         options["dynamic_img_size"] = True
-    encoder = timm.create_model(
-        timm_name, pretrained=False, num_classes=0, in_chans=in_chans, drop_path_rate=drop_path, **options
-    )
+    try:
+        encoder = timm.create_model(
+            timm_name, pretrained=False, num_classes=0, in_chans=in_chans, drop_path_rate=drop_path, **options
+        )
+    except AssertionError as error:  # heads that do not divide the width
+        sizes = ", ".join(f"{key} {value}" for key, value in options.items())
+        raise ValueError(f"model {name!r} with {sizes}: {error}; change --dim or --heads") from error
     if isinstance(encoder, Eva):
         if stem != "patch":
             raise ValueError(f"model {name!r} has rotary positions, which need --stem patch")
@@ -102,20 +110,6 @@ class ConvStem(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # faster on CPUs and GPUs
         return cast("Tensor", super().forward(x))  # type: ignore[no-untyped-call]
-
-
-def _check_sizes(name: str, options: dict[str, Any]) -> None:
-    for key, value in options.items():
-        if value < 1:
-            raise ValueError(f"model {name!r}: {key} is {value}; it must be at least 1")
-    pixels, patch = options.get("img_size"), options.get("patch_size")
-    if pixels and patch and pixels % patch:
-        raise ValueError(f"model {name!r}: image size {pixels} is not a multiple of patch size {patch}")
-    match, dim, heads = _NAME.fullmatch(name), options.get("embed_dim"), options.get("num_heads")
-    if dim and heads and dim % heads:
-        raise ValueError(f"model {name!r}: dim {dim} is not a multiple of {heads} heads")
-    if dim and match and not heads and dim % HEADS[match[1]]:
-        raise ValueError(f"model {name!r}: dim {dim} is not a multiple of its {HEADS[match[1]]} heads; set --heads too")
 
 
 @torch.no_grad()
