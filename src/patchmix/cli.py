@@ -12,7 +12,6 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -312,7 +311,7 @@ def _starts_processes(settings: Any) -> bool:
     return False
 
 
-def _with_run(cls: type[Any], own: dict[str, Any], run: Config, given: AbstractSet[str]) -> Any:
+def _with_run(cls: type[Any], own: dict[str, Any], run: Config, given: set[str]) -> Any:
     """The settings of a verb with those of its run; names the given ones that others leave without effect."""
     if cls is s.Ablate:  # whose rows have options of their own
         return validate(cls, {**own, "run": run, "given": tuple(given)})

@@ -98,7 +98,7 @@ class ModelConfig:
     positions: Literal["learned", "sincos", "fixed-sincos"] | None = None
     """Positions: learned, learned from 2-d sine-cosine, or fixed sine-cosine; by default fixed for mocov3 and sdmp."""
     author_positions: bool = True
-    """Resample the positions of local crops as the authors of DINO, iBOT and PatchMix do; otherwise as timm does."""
+    """Resample positions for smaller images as the authors of DINO, iBOT and PatchMix do; otherwise as timm does."""
 
 
 @dataclass(frozen=True)

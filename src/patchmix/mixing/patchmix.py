@@ -86,9 +86,8 @@ class PatchMix(Mix):
         self.generator = generator  # None: torch's default CPU generator
         if not self.choices:
             raise ValueError("num_mix is empty; give at least one number of images to mix, e.g. 3")
-        for m in self.choices:
-            if m < 1:
-                raise ValueError(f"num_mix is {m}; it must be at least 1 (1 leaves the images as they are)")
+        if (m := min(self.choices)) < 1:
+            raise ValueError(f"num_mix is {m}; it must be at least 1 (1 leaves the images as they are)")
 
     def draw_num_mix(self) -> int:
         """M of this step; both views of a step need the same one, for their targets to agree."""
