@@ -98,7 +98,7 @@ def train(
             log.say(f"step {step:>7}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
             if said := warning(step, values):
                 log.say(f"warning: {said}", style="bold red")
-        clock.keep(time.monotonic() - began)  # the last evaluation must fit into the budget, too
+        clock.reserve = time.monotonic() - began  # the last evaluation must fit into the budget, too
         return values
 
     def save() -> None:

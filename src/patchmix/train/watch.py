@@ -37,11 +37,6 @@ class Clock:
         self._began = self._previous = time.monotonic()
         self._slowest = self._reached = 0.0
 
-    def keep(self, seconds: float) -> None:
-        """Sets the reserve, but so that progress does not fall back."""
-        least = self.budget - self.spent() / self._reached if self.budget and self._reached else 0.0
-        self.reserve = max(seconds, least)
-
     def spent(self, progress: float = 0.0) -> float:
         """Seconds of training. A run that is done has used up its budget: it takes no more steps if it is resumed."""
         spent = self._before + time.monotonic() - self._began
@@ -58,7 +53,8 @@ class Clock:
         done = self.spent() / usable
         if self.spent() + 0.5 * self._slowest >= usable:  # the next step would end beyond the budget
             done = 1.0
-        self._reached = distributed.broadcast_float(min(done, 1.0), device)
+        # It stays where it is for a while if the last evaluation was quicker than the one before.
+        self._reached = max(self._reached, distributed.broadcast_float(min(done, 1.0), device))
         return self._reached
 
     def remaining(self, progress: float) -> float:
