@@ -36,14 +36,16 @@ def test_crowds_and_boxes_without_area_are_not_learnt_and_empty_images_are_left_
     assert [fewer.entry(i)["id"] for i in range(4)] == [100, 200, 300, 400]
 
 
-def test_area_and_iscrowd_may_be_left_out(tmp_path: Path, make_split: Any) -> None:
+def test_area_and_iscrowd_may_be_left_out_or_empty(tmp_path: Path, make_split: Any) -> None:
     def strip(dataset: dict[str, Any]) -> None:
         for annotation in dataset["annotations"]:
             del annotation["area"], annotation["iscrowd"]
 
     make_split(tmp_path, "a", 2, strip)
-    source = open_split(tmp_path, "a")
-    assert source.objects(0)[0]["area"] == 30 * 22
+    make_split(tmp_path, "b", 2, lambda d: [each.update(area=None, iscrowd=None) for each in d["annotations"]])
+    for split in "ab":
+        first = open_split(tmp_path, split).objects(0)[0]
+        assert (first["area"], first["iscrowd"]) == (30 * 22, 0)
 
 
 def test_the_fingerprint_is_of_the_content(coco: Path, tmp_path: Path, make_split: Any) -> None:

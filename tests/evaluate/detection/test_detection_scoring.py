@@ -61,6 +61,17 @@ def test_the_truth_as_detections_has_ap_1(coco_mini: Path, split: str) -> None:
     assert len(seen) > 50 and all(row["box_ap"] == row["mask_ap"] == pytest.approx(1.0) for row in seen)
 
 
+def test_ids_from_0_on(tmp_path: Path, make_split: Any) -> None:
+    def renumber(dataset: dict[str, Any]) -> None:
+        for entry in dataset["annotations"]:
+            entry["id"] -= 1
+
+    make_split(tmp_path, "a", 3)
+    make_split(tmp_path, "b", 3, renumber)
+    first, second = (open_split(tmp_path, split) for split in "ab")
+    assert score(second, truth_as_detections(second)) == score(first, truth_as_detections(first))
+
+
 def test_it_is_pycocotools_on_the_saved_files(coco_mini: Path, tmp_path: Path) -> None:
     source = open_split(coco_mini, "val2017")
     entries = disturbed(source)

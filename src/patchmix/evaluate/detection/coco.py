@@ -109,7 +109,9 @@ class CocoImages:
     def truth(self) -> COCO:
         """The chosen images and all their annotations; a new object each time, because pycocotools changes it."""
         records = [self._record(i) for i in range(len(self))]
-        images, annotations = [entry for entry, _ in records], [one for _, objects in records for one in objects]
+        images, objects = [entry for entry, _ in records], [one for _, some in records for one in some]
+        # Numbered from 1, because pycocotools takes an object with id 0 for one that was not found.
+        annotations = [one | {"id": number} for number, one in enumerate(objects, 1)]
         categories = [{"id": number, "name": name} for number, name in self.categories.items()]
         return coco_of({"images": images, "annotations": annotations, "categories": categories})
 
@@ -251,8 +253,8 @@ def _problems(dataset: Dataset, folder: Path) -> Iterator[str]:
         entry = images[image_id]
         if wrong := _wrong_object(annotation, entry, categories):
             yield f"annotation {number} of {entry['file_name']} (image id {image_id}) {wrong}"
-        annotation.setdefault("iscrowd", 0)
-        if "area" not in annotation:
+        annotation["iscrowd"] = annotation.get("iscrowd") or 0
+        if annotation.get("area") is None:
             annotation["area"] = float(mask_of(annotation, entry["height"], entry["width"]).sum())
 
 
