@@ -211,6 +211,10 @@ def test_predictions_are_drawn(encoder_file: Backbone, coco: Path, tmp_path: Pat
     assert {"category_id", "name", "bbox", "score", "segmentation"} == set(listed[0]["objects"][0])
     inside = module.detect(Detect(str(tmp_path / "run"), predict=(tmp_path / "photos" / "0.png",), device="cpu"))
     assert inside == [tmp_path / "run" / "predictions" / "0.png"]
+    photo = tmp_path / "photos" / "0.png"
+    before = photo.read_bytes()
+    beside = module.detect(Detect(str(tmp_path / "run"), predict=(photo,), out=photo.parent, device="cpu"))
+    assert beside == [tmp_path / "photos" / "0-2.png"] and photo.read_bytes() == before
     (tmp_path / "empty").mkdir()
     for wrong, message in (
         (tmp_path / "photos" / "notes.txt", r"notes\.txt: .*give image files"),

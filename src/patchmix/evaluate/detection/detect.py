@@ -242,13 +242,8 @@ def detect_one(detector: Detector, file: DetectorFile, device: torch.device, vie
         x0, y0, x1, y1 = box.tolist()
         shape = {"size": [height, width], "counts": coded["counts"].decode()}
         bbox = [round(value, 3) for value in (x0, y0, x1 - x0, y1 - y0)]
-        entry = {
-            "category_id": categories[label - 1],
-            "bbox": bbox,
-            "score": round(confidence, 7),
-            "segmentation": shape,
-        }
-        entries.append(entry)
+        entry = {"category_id": categories[label - 1], "bbox": bbox, "score": round(confidence, 7)}
+        entries.append(entry | {"segmentation": shape})
     return entries
 
 
@@ -266,6 +261,7 @@ def predict(settings: Detect) -> list[Path]:
         paths += [path / os.fsdecode(name) for name in list_images(path)] if path.is_dir() else [path]
     if not paths:
         raise ValueError("there are no images to show; give image files, or a folder that holds some")
+    taken = {path.resolve() for path in paths}
     with progress_bar("detection", len(paths)) as advance:
         for path in paths:
             try:
@@ -276,10 +272,11 @@ def predict(settings: Detect) -> list[Path]:
             found = detect_one(detector, file, device, [torch.from_numpy(array) for array in made])
             kept = [one for one in found if one["score"] >= settings.threshold]
             picture, number = out / f"{path.stem}.png", 1
-            while picture in written:  # images of one name, from several folders
+            while picture.resolve() in taken:  # the image itself, or one of the same name in another folder
                 number += 1
                 picture = out / f"{path.stem}-{number}.png"
             write_picture(picture, draw(pixels, kept, file.categories))
+            taken.add(picture.resolve())
             written.append(picture)
             objects = [one | {"name": file.categories[one["category_id"]]} for one in kept]
             listed.append({"image": str(path), "picture": picture.name, "objects": objects})
