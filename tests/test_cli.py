@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -11,13 +12,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import patchmix
 from patchmix.cli import from_keywords, main, parse
 from patchmix.config import Config, to_yaml
+from patchmix.evaluate.results import read_results
+from patchmix.files import write_text
 from patchmix.settings import Adapt, Bench, Knn, Pretrain
 from patchmix.train.watch import Interrupted
+from tests.evaluate.conftest import write_image
 
 
 def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
@@ -207,6 +212,26 @@ def test_json_is_all_that_stdout_gets(own_run: Path, capsys: pytest.CaptureFixtu
     main(["flops", "--model", "vit_tiny_patch2_32", "--method", "patchmix", "--json"])
     (row,) = json.loads(capsys.readouterr().out)
     assert round(row["linear"] / 1e9, 1) == 49.9
+
+
+def test_names_that_are_not_utf8_are_printed_and_recorded(
+    own_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    try:
+        for i in range(6):
+            write_image(data / "ab"[i % 2] / f"{i}.png", np.full((8, 8, 3), 40 * i, np.uint8))
+    except OSError:
+        pytest.skip("needs a file system that takes any bytes in names, such as ext4: choose it with --basetemp")
+    printed = io.BytesIO()
+    screen = io.TextIOWrapper(printed, encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", screen)
+        main(["knn", str(own_run), "--data", str(data), "--device", "cpu", "--k", "1"])
+    assert b"caf\\udce9" in printed.getvalue()
+    assert read_results(own_run)[-1].data == str(data)
+    write_text(tmp_path / "list.json", json.dumps([str(data)], ensure_ascii=False))
+    assert json.loads((tmp_path / "list.json").read_text()) == [str(data)]
 
 
 def test_quiet_and_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

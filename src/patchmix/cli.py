@@ -109,6 +109,8 @@ def main(args: list[str] | None = None) -> None:
     """Runs one command; a user's mistake ends in one line and exit code 2."""
     in_shell = args is None
     args = sys.argv[1:] if args is None else args
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
     with _output(args):
         try:
             if args[:1] == ["--version"]:

@@ -53,7 +53,7 @@ def writing(path: Path) -> Iterator[BinaryIO]:
 
 def write_text(path: Path, text: str) -> None:
     with writing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))  # a file's name need not be UTF-8
 
 
 def remove_unfinished(folder: Path) -> None:

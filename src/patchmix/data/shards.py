@@ -357,11 +357,11 @@ def _described(shards: Sequence[str]) -> list[tuple[ShardIndex, int] | None]:
 def _scan_once(shard: str) -> ShardIndex:
     """The index of one shard, from the last time or by reading its headers."""
     try:
-        identity = shard
+        text = shard
         if not is_remote(shard):
             path = Path(shard).resolve()
-            identity = f"{path}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}"
-        kept = cache_folder("shards") / "index" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.safetensors"
+            text = f"{path}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}"
+        kept = cache_folder("shards") / "index" / f"{hashlib.sha256(os.fsencode(text)).hexdigest()[:32]}.safetensors"
         try:
             return ShardIndex.load(kept)
         except (ValueError, OSError):  # not scanned before

@@ -127,7 +127,7 @@ def protocol_name(protocol: str) -> str:
 def append_result(folder: Path, result: Result) -> Path:
     """Adds one line to `folder`/results.jsonl, in one write: a crash leaves all lines before it whole."""
     path = folder / FILE
-    line = json.dumps(dataclasses.asdict(result), ensure_ascii=False).encode() + b"\n"
+    line = json.dumps(dataclasses.asdict(result), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
