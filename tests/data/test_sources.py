@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import shutil
 import tarfile
@@ -22,6 +23,8 @@ from patchmix.data.folder import FolderSource
 from patchmix.data.memory import InMemorySource
 from patchmix.data.sources import has_split, open_source
 from patchmix.files import cache_folder
+from tests.data.test_parquet import png
+from tests.data.test_tar import archive
 
 Write = Callable[..., Path]
 
@@ -287,3 +290,29 @@ def test_other_names_of_splits_are_no_classes(names: tuple[str, str], tmp_path: 
             write_image(tmp_path / "set" / split / name / "1.png")
     assert has_split(tmp_path / "set", "test")
     assert open_source(tmp_path / "set", "train", class_folders=True).classes == ("cat", "dog")
+
+
+def test_names_of_shards_that_are_not_utf8(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.tar"))
+    try:
+        path.write_bytes(archive(("1.png", png(np.zeros((8, 12, 3), np.uint8)))))
+    except OSError:
+        pytest.skip("needs a file system that takes any bytes in names, such as ext4: choose it with --basetemp")
+    source = open_source(path, cache_bytes=0)
+    assert source.load(0).shape[2] == 3 and len(source.fingerprint()) == 32
+
+
+def test_a_class_called_train_is_not_taken_for_the_split_in_silence(
+    tmp_path: Path, write_image: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("bus", "car", "train"):
+        write_image(tmp_path / "vehicles" / name / "1.png")
+    (tmp_path / "vehicles" / "notes").mkdir()
+    assert not has_split(tmp_path / "vehicles", "test")
+    assert len(open_source(tmp_path / "vehicles")) == 1
+    warning = capsys.readouterr().err
+    assert warning.count("left out") == 1 and "vehicles/bus, " in warning and "vehicles/car, because" in warning
+    assert "vehicles/train holds the training images; rename or move them" in warning
+    write_image(tmp_path / "vehicles" / "val" / "1.png")
+    open_source(tmp_path / "vehicles")
+    assert capsys.readouterr().err == ""

@@ -6,7 +6,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from patchmix.data.contract import EncodedSource, Groups, Labels
+from patchmix.data.contract import EncodedSource, Groups, Labels, Split
 from patchmix.data.decode import DecodeError
+from patchmix.data.shard_files import by_split, files_in, first_image
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
 _CACHED_BYTES = 256 << 20  # of row groups, in each process that reads
 _MOST_GROUPS = 64
+
+
+def parquet_files(root: Path) -> dict[Split, list[str]]:
+    """Parquet files with images by split; {} when there are none, but image files that they may describe."""
+    if root.is_file():
+        return {"train": [str(root)]} if root.suffix == ".parquet" else {}
+    names = files_in(root, ".parquet")
+    with_images = [name for name in names if _image_column(_open(Path(name)).schema_arrow)]
+    if names and not with_images and first_image(root):
+        return {}
+    return by_split(with_images or names, str(root))
 
 
 class ParquetSource(EncodedSource):
@@ -39,7 +50,13 @@ class ParquetSource(EncodedSource):
         # Half of what is kept: while windows change, two of them are in use.
         window = _CACHED_BYTES * len(groups) // (2 * max(1, sum(group.total_byte_size for group in groups)))
         self.groups = Groups(np.array(starts), max(1, min(_MOST_GROUPS, window)))
-        self._image_columns = [_image_column(p.schema_arrow, file) for p, file in zip(opened, self._files, strict=True)]
+        self._image_columns = [_image_column(p.schema_arrow) for p in opened]
+        if None in self._image_columns:
+            number = self._image_columns.index(None)
+            raise ValueError(
+                f"{str(self._files[number])!r} has the columns {', '.join(opened[number].schema_arrow.names)}; needs "
+                "'image' or 'img' as binary, or as a struct with 'bytes', the Hugging Face image layout"
+            )
         integers = [{field.name for field in p.schema_arrow if pa.types.is_integer(field.type)} for p in opened]
         label_column = next((column for column in LABEL_COLUMNS if all(column in names for names in integers)), None)
         self.classes = _class_names(opened[0].schema_arrow, label_column)
@@ -119,15 +136,7 @@ def _open(file: Path) -> Any:
         raise ValueError(f"{str(file)!r} cannot be read as parquet ({reason}); give another file") from error
 
 
-def holds_images(file: str) -> bool:
-    """Whether a parquet file has a column of encoded images."""
-    schema = _open(Path(file)).schema_arrow
-    with suppress(ValueError):
-        return bool(_image_column(schema, Path(file)))
-    return False
-
-
-def _image_column(schema: Any, file: Path) -> str:
+def _image_column(schema: Any) -> str | None:
     """The path, for reading, of the column with the encoded images."""
     for name in [column for column in IMAGE_COLUMNS if column in schema.names]:
         kind = schema.field(name).type
@@ -135,10 +144,7 @@ def _image_column(schema: Any, file: Path) -> str:
             return f"{name}.bytes"
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
             return name
-    raise ValueError(
-        f"{str(file)!r} has the columns {', '.join(schema.names)}; needs 'image' or 'img' as binary, "
-        "or as a struct with 'bytes', the Hugging Face image layout"
-    )
+    return None
 
 
 def _class_names(schema: Any, label_column: str | None) -> tuple[str, ...] | None:

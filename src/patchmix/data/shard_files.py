@@ -75,7 +75,7 @@ def shards_in(root: Path) -> dict[Split, list[str]]:
     if root / "train" not in folders and first_image(root / "train"):
         return {}
     if image := first_image(root):
-        _warn_of_left_out((f"the images, such as {image}",), "there are .tar files")
+        warn_of_left_out((f"the images, such as {image}",), "there are .tar files")
     return by_split(names, str(root))
 
 
@@ -108,14 +108,14 @@ def by_split(names: list[str], root: str | None = None) -> dict[Split, list[str]
         match = next(filter(None, map(_SPLIT.search, reversed(parts))), None)
         groups.setdefault(match[1].lower() if match else "", []).append(name)
     if "train" in groups and "" in groups:
-        _warn_of_left_out(tuple(groups[""]), "other files are named train")
+        warn_of_left_out(tuple(groups[""]), "other files are named train")
     train = groups.get("train") or groups.get("", [])
     splits: dict[Split, list[str]] = {"train": train, "test": groups.get("val") or groups.get("test", [])}
     return {split: found for split, found in splits.items() if found}
 
 
 @cache  # the splits are looked up more than once
-def _warn_of_left_out(names: tuple[str, ...], reason: str) -> None:
+def warn_of_left_out(names: tuple[str, ...], reason: str) -> None:
     more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
     warn(f"left out: {', '.join(names[:_NAMED])}{more}, because {reason}; rename or move them")
 

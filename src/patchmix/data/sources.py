@@ -21,10 +21,10 @@ from patchmix.data.contract import EncodedSource, Source, Split
 from patchmix.data.decode import DecodeError, pixel_channels
 from patchmix.data.folder import FolderSource, class_names
 from patchmix.data.memory import InMemorySource, from_array, in_memory
-from patchmix.data.parquet import ParquetSource, holds_images
+from patchmix.data.parquet import ParquetSource, parquet_files
 from patchmix.data.python import PREFIX, given
 from patchmix.data.shapes import shapes_source
-from patchmix.data.shard_files import by_split, files_in, find_shards, first_image, names_shards, shards_in
+from patchmix.data.shard_files import find_shards, first_image, names_shards, shards_in, warn_of_left_out
 from patchmix.data.shards import open_shards
 from patchmix.files import cache_folder
 
@@ -90,7 +90,7 @@ def _openers(data: str | Path, class_folders: bool = False) -> dict[Split, Calla
     root = None if names_shards(str(data)) else _local(data)
     if root is None and data in _CIFAR:
         return {split: partial(_cifar_source, str(data), split) for split in SPLITS}
-    if root is not None and (files := _parquet_files(root)):
+    if root is not None and (files := parquet_files(root)):
         return {split: partial(ParquetSource, paths, name=titles[split]) for split, paths in files.items()}
     if root is not None and root.is_file():
         raise ValueError(f"{str(data)!r} is a file that is neither parquet nor a .tar; DATA is {FORMS}")
@@ -102,6 +102,10 @@ def _openers(data: str | Path, class_folders: bool = False) -> dict[Split, Calla
     if "train" not in folders:
         classes = class_names(root) if class_folders else None
         return {"train": partial(FolderSource, root, name=titles["train"], classes=classes)}
+    if "test" not in folders:  # train/ may be a class
+        others = [path for path in sorted(root.glob("[!.]*")) if path not in found["train"] and first_image(path)]
+        if others:
+            warn_of_left_out(tuple(map(str, others)), f"{folders['train']} holds the training images")
     return {split: partial(_open_split, folders, split, f"{data} ({folders[split].name})") for split in folders}
 
 
@@ -121,7 +125,7 @@ def _local(data: str | Path) -> Path | None:
                 f"'imagenet' is not in {', '.join(map(str, roots))}; set PATCHMIX_DATA to the folder that holds "
                 "imagenet/train and imagenet/val, or give that path itself"
             )
-        return folder if folder is not None and (data == "imagenet" or _parquet_files(folder)) else None
+        return folder if folder is not None and (data == "imagenet" or parquet_files(folder)) else None
     path = Path(data).expanduser()
     if path.exists():
         return path
@@ -131,17 +135,6 @@ def _local(data: str | Path) -> Path | None:
         close = [str(path.parent / name) for name in names]
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(f"data {str(data)!r} is neither a name nor a path that exists; {hint}DATA is {FORMS}")
-
-
-def _parquet_files(root: Path) -> dict[Split, list[str]]:
-    """Parquet files with images by split; {} when there are none, but image files that they may describe."""
-    if root.is_file():
-        return {"train": [str(root)]} if root.suffix == ".parquet" else {}
-    names = files_in(root, ".parquet")
-    with_images = [name for name in names if holds_images(name)]
-    if names and not with_images and first_image(root):
-        return {}
-    return by_split(with_images or names, str(root))
 
 
 def _data_roots() -> list[Path]:
