@@ -11,6 +11,7 @@ import pytest
 from filelock import FileLock
 
 import patchmix
+from patchmix.data import shards
 from patchmix.data import write_shards as module
 from patchmix.data.contract import Source
 from patchmix.data.memory import check_decodable
@@ -174,6 +175,17 @@ def test_what_cannot_be_read_is_left_out_and_named(folder: Path, tmp_path: Path)
         assert done.samples == 17
         assert [text.split(":")[0] for text in done.left_out] == ["a/0.png"]
     assert len(open_source(tmp_path / "out")) == 17
+
+
+def test_a_file_that_readers_would_skip_is_left_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {path.relative_to(folder / "train").as_posix(): path.stat().st_size for path in folder.glob("train/*/*")}
+    largest = max(sizes, key=lambda name: sizes[name])
+    for part in (module, shards):
+        monkeypatch.setattr(part, "MAX_MEMBER", sizes[largest] - 1)
+    done = write_shards(Shards(folder, tmp_path / "out", split="train", per_shard=5))[0]
+    assert done.samples == 17 and [text.split(":")[0] for text in done.left_out] == [largest]
 
 
 def test_damage_is_found_at_the_end(folder: Path, tmp_path: Path) -> None:

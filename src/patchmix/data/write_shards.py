@@ -21,7 +21,7 @@ from patchmix.data.contract import EncodedSource, Indices, Source, Split, groups
 from patchmix.data.decode import DecodeError, Pixels, extension_of, size_of, to_picture
 from patchmix.data.memory import some_positions
 from patchmix.data.randomness import Order, permutation
-from patchmix.data.shards import ShardIndex, join, scan
+from patchmix.data.shards import MAX_MEMBER, ShardIndex, join, scan
 from patchmix.data.sources import SPLITS, has_split, open_source
 from patchmix.files import LOCK, UNFINISHED, run_lock, write_text, writing
 from patchmix.progress import progress_bar
@@ -158,6 +158,8 @@ def _image_file(source: Source, quality: int | None, position: int) -> tuple[byt
             return _encode(pixels, ".png", cv2.IMWRITE_PNG_COMPRESSION, 6), "png"
         data = source.encoded(position)
         size_of(data, source.key(position))
+        if len(data) > MAX_MEMBER:
+            raise DecodeError(source.key(position), f"larger than {MAX_MEMBER >> 20} MB, which readers of shards skip")
     except DecodeError as error:
         return error
     return data, extension_of(data)
