@@ -21,7 +21,7 @@ from patchmix.evaluate.features import MOST_BYTES, Features
 from patchmix.evaluate.knn import TEMPERATURE, knn_of
 from patchmix.evaluate.labeled import Labeled, few_labels, open_labeled
 from patchmix.evaluate.linear import linear_of
-from patchmix.evaluate.masks import Masked, has_masks, open_masks
+from patchmix.evaluate.masks import has_masks, open_masks
 from patchmix.evaluate.protocol import Task, changed
 from patchmix.evaluate.results import RAW_PIXELS, Result, known_result, read_results
 from patchmix.evaluate.segment import segment_fast_of
@@ -138,10 +138,13 @@ def untrained(source: str, backbone: Backbone) -> Backbone:
 
 def open_set(name: str, settings: Evaluate, in_chans: int) -> dict[str, Labeled]:
     """Labeled images and images with masks, by protocol: a folder with masks may have classes below images/."""
-    images, found = Path(name) / "images", dict[str, Labeled]()
-    if has_masks(Path(name)):
-        found["segment"] = open_masks(Path(name), ignored=settings.ignore_index, in_chans=in_chans)
-        if not images.is_dir() or open_source(images, "train", class_folders=True, cache_bytes=0).labels is None:
+    root, found = Path(name).expanduser(), dict[str, Labeled]()
+    images = root / "images"
+    if has_masks(root):
+        found["segment"] = open_masks(root, ignored=settings.ignore_index, in_chans=in_chans)
+        if set(settings.protocols) == {"segment"} or not images.is_dir():
+            return found
+        if open_source(images, "train", class_folders=True, cache_bytes=0).labels is None:
             return found
     labeled = open_labeled(images if found else name, in_chans=in_chans).with_test()
     if "few-shot" in (settings.protocols or TITLES):  # finds a class with too few images before the long part
@@ -178,9 +181,7 @@ def evaluate_one(
             continue
         task = Task(own, entry.backbone, entry.digest, labeled, device, settings.out, memory)
         extractor = task.extractor()
-        sources: list[Any] = [
-            each.images if isinstance(each, Masked) else each for each in (labeled.train, labeled.test)
-        ]
+        sources: list[Any] = [getattr(each, "images", each) for each in (labeled.train, labeled.test)]  # without masks
         if tokens and max(map(extractor.patch_bytes, sources)) > MOST_BYTES:
             console.print(f"{name} has too many patch tokens for {protocol}; it is skipped", soft_wrap=True)
         elif result := known_result(

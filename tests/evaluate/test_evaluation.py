@@ -282,3 +282,13 @@ def test_the_splits_of_ade20k_are_no_classes(tmp_path: Path) -> None:
     for split, count in (("training", 4), ("validation", 2)):
         write_scenes(tmp_path / "images" / split, tmp_path / "annotations" / split, count)
     assert evaluation.open_set(str(tmp_path), Evaluate(("x",), (str(tmp_path),)), 3).keys() == {"segment"}
+
+
+def test_folders_below_images_that_are_no_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for split, city in (("train", "aachen"), ("train", "bonn"), ("val", "frankfurt")):
+        write_scenes(tmp_path / "cities/images" / split / city, tmp_path / "cities/masks" / split / city, 2)
+    settings = Evaluate(("x",), ("~/cities",), protocols=("segment",))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert evaluation.open_set("~/cities", settings, 3).keys() == {"segment"}
+    with pytest.raises(ValueError, match=r"'frankfurt' in .* is not one of the 2 class folders"):
+        evaluation.open_set("~/cities", replace(settings, protocols=()), 3)
