@@ -155,9 +155,6 @@ class Items:
     classes: tuple[str, ...] | None = None
     identity: str | None = None  # the fingerprint; by default that of a sample
 
-    def __post_init__(self) -> None:
-        self._fingerprint = self.identity or self._of_a_sample()
-
     def __len__(self) -> int:
         return len(self.data)
 
@@ -175,13 +172,12 @@ class Items:
         return f"#{index}"
 
     def fingerprint(self) -> str:
-        return self._fingerprint
-
-    def _of_a_sample(self) -> str:
-        digest = hashlib.sha256(f"{len(self)}".encode() + (b"" if self.labels is None else self.labels.tobytes()))
-        for index in np.linspace(0, len(self) - 1, min(_SAMPLED, len(self))).round().astype(int).tolist():
-            try:
-                digest.update(self.load(index).tobytes())
-            except DecodeError:
-                digest.update(b"bad")
-        return digest.hexdigest()[:32]
+        if not self.identity:
+            digest = hashlib.sha256(f"{len(self)}".encode() + (b"" if self.labels is None else self.labels.tobytes()))
+            for index in np.linspace(0, len(self) - 1, min(_SAMPLED, len(self))).round().astype(int).tolist():
+                try:
+                    digest.update(self.load(index).tobytes())
+                except DecodeError:
+                    digest.update(b"bad")
+            self.identity = digest.hexdigest()[:32]
+        return self.identity
