@@ -206,7 +206,7 @@ class Segment(OfWeights):
     lr: Above0 | None = None  # Learning rate of AdamW; by default 1e-2, with --finetune 5e-4.
     weight_decay: NonNegative = 1e-4  # AdamW's weight decay.
     layer_decay: Annotated[float, Interval(gt=0, le=1)] = 0.75  # Layer-wise decay of the rate, with --finetune.
-    pictures: Annotated[int, Ge(0)] = 8  # Number of test images to draw with truth and prediction.
+    pictures: Annotated[int, Ge(0)] = 8  # Number of test images to draw with truth and prediction; fast draws none.
     encoder: Literal["base", "momentum"] | None = None  # Encoder; by default base for runs, else its project's choice.
     device: str = "auto"  # Device: auto, cpu or cuda.
     workers: Workers = 2  # Processes that load images.
