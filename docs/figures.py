@@ -54,7 +54,7 @@ TIMES = {  # minutes on one core: group and name of the trainings, a mark for ea
     "MoCo v3, paper": {20: ("speed", "mocov3, own settings")},
     "PatchMix, official": {20: ("speed", "official")},
 }
-EARLIER = {  # groups that are being measured again, and what the page shows until then
+EARLIER = {  # groups of the page → of the log: these have momentum 0.99, or were on a slower core
     "methods": ("methods, slower core", "methods, momentum 0.99"),
     "methods again": ("methods again, slower core",),
     "flips": ("flips, momentum 0.99",),

@@ -64,8 +64,8 @@ def test_what_is_in_the_log_is_not_trained_again(
 
     monkeypatch.setattr(experiments, "train", train)
     monkeypatch.setattr(experiments, "images_per_second", images_per_second)
-    log = tmp_path / "runs.csv"
-    call = ["shapes", "views", "--out", str(tmp_path)]
+    log = tmp_path / "new" / "runs.csv"
+    call = ["shapes", "views", "--out", str(log.parent)]
     experiments.main([*call, "--measure"])
     assert not trained
     assert measured == [f"{method}, {views}" for views in experiments.VIEWS for method in ("fast", "mocov3")]

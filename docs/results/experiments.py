@@ -198,6 +198,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--budget", help="for every training, instead of its own")
     parser.add_argument("--settings", default="", help="flags for every training, after its own")
     arguments = parser.parse_args(args)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     log = arguments.csv or arguments.out / "runs.csv"
     speeds = log.with_name("speeds.csv")
     done = {(row["group"], row["name"], int(row["seed"])) for row in read(log)}
