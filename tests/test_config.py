@@ -64,6 +64,7 @@ def test_another_method_starts_from_its_own_defaults() -> None:
         ({"warmup_epochs": 900}, r"optim.warmup_epochs is 900; it must be below train.epochs \(300\)"),
         ({"in_chans": 0}, "model.in_chans is 0; it must be greater than or equal to 1"),
         ({"workers": -1}, "runtime.workers is -1"),
+        ({"num_mix": []}, "method.num_mix is .*; it must be"),
         ({"num_mix": "many"}, "method.num_mix is 'many'; it must be a valid integer.* or a valid tuple"),
         ({"weights": [1, -1, 0]}, "method.weights is -1; it must be greater than or equal to 0"),
         ({"mixed_query": 3}, "method.mixed_query is 3; it must be 1 or 2"),

@@ -126,12 +126,13 @@ def test_bad_files_are_named(tmp_path: Path, write_image: Write) -> None:
 def test_photos_that_cannot_be_read_are_counted(
     tmp_path: Path, write_image: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("1.png", "2.ppm"):
+    for name in ("1.png", "2.ppm", "3.jpg"):
         write_image(tmp_path / name)
+    (tmp_path / "3.jpg").rename(tmp_path / "3.JFIF")
     for name in ("4.HEIC", "5.avif"):
         (tmp_path / name).touch()
     source = FolderSource(tmp_path, name="x")
-    assert [source.load(index).shape for index in range(len(source))] == [(8, 12, 3)] * 2
+    assert [source.load(index).shape for index in range(len(source))] == [(8, 12, 3)] * 3
     assert "2 files in" in (error := capsys.readouterr().err) and "cannot be read" in error
 
 

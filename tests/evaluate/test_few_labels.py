@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,24 @@ from patchmix.evaluate.results import mean_over_draws, protocol_name, read_resul
 from patchmix.interop.backbone import Backbone
 from patchmix.settings import Finetune, Knn, Linear
 from tests.evaluate.conftest import write_image
+
+def test_corrected_labels_are_other_data(tmp_path: Path) -> None:
+    """Also in a file of the same size: a result for the old labels must not be reused."""
+    found = []
+    for labels in ([0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 0, 1]):
+        table = pa.table({"image": [b"a", b"b", b"c", b"d"], "label": labels})
+        pq.write_table(table, tmp_path / "train.parquet")
+        found.append(((tmp_path / "train.parquet").stat().st_size, open_labeled(tmp_path).fingerprint()))
+    assert found[0] == found[2] != found[1]
+    assert found[0][0] == found[1][0]
+
+
+def test_masks_are_not_a_class(tmp_path: Path) -> None:
+    for folder in ("images", "masks"):
+        write_image(tmp_path / folder / "1.png", np.zeros((8, 8, 3), np.uint8))
+    with pytest.raises(ValueError, match="images with masks instead of classes; use `patchmix segment`"):
+        open_labeled(tmp_path)
+
 
 # ---------------------------------------------------------------------------------------------------------- the draws
 

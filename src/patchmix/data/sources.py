@@ -63,7 +63,7 @@ def open_source(
         with suppress(DecodeError):  # said elsewhere
             shape = source.load(0).shape
             if shape[2] != channels:
-                remedy = f"train one with --in-chans {shape[2]}"
+                remedy = f"give other data, or an encoder with --in-chans {shape[2]}"
                 if shape[0] in (1, channels):
                     remedy = "arrays are (N, H, W, C); for (N, C, H, W) pass a tensor"
                 raise ValueError(

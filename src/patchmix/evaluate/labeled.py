@@ -27,7 +27,10 @@ class Labeled:
     tested_on: str = "test split"
 
     def fingerprint(self) -> str:
-        return self.train.fingerprint() + (f"+{self.test.fingerprint()}" if self.test is not None else "")
+        """That of the images, with a sum over the labels: a correction may leave a file's size as it is."""
+        parts = [self.train] if self.test is None else [self.train, self.test]
+        labels = [part.labels.tobytes() for part in parts if part.labels is not None]
+        return "+".join([*(part.fingerprint() for part in parts), hashlib.sha256(b"".join(labels)).hexdigest()[:16]])
 
     def with_test(self) -> "Labeled":
         """The same where there is a test part; else a fifth of each class's training images becomes it."""
@@ -47,6 +50,8 @@ def open_labeled(data: str | Path, *, many_passes: bool = False, in_chans: int =
     how: dict[str, Any] = {"cache_bytes": _MEMORY if many_passes else 0, "in_chans": in_chans}
     train = open_source(data, "train", class_folders=True, **how)
     labels = _labels_of(train)
+    if set(train.classes or ()) in ({"images", "masks"}, {"images", "annotations"}):
+        raise ValueError(f"{data} has images with masks instead of classes; use `patchmix segment`, or {data}/images")
     if len(np.unique(labels)) < 2:
         raise ValueError(f"{train.name} has only one class; give data with two or more")
     classes = max(int(labels.max()) + 1, len(train.classes or ()))
