@@ -24,6 +24,7 @@ from patchmix.interop.backbone import Backbone
 from patchmix.settings import Finetune, Knn, Linear
 from tests.evaluate.conftest import write_image
 
+
 def test_corrected_labels_are_other_data(tmp_path: Path) -> None:
     """Also in a file of the same size: a result for the old labels must not be reused."""
     found = []

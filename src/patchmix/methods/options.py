@@ -20,7 +20,8 @@ class PatchMixOptions:
     """PatchMix, with the paper's defaults; docs/fidelity.md lists where the authors' code differs."""
 
     mix: MixName = "patchmix"  # How images are mixed.
-    num_mix: int | Annotated[tuple[int, ...], MinLen(1)] = 3  # M, images per mix of patchmix; each step draws one of several values.
+    num_mix: int | Annotated[tuple[int, ...], MinLen(1)] = 3
+    """M, images per mix of patchmix; each step draws one of several values."""
     num_mix_stages: bool = False  # Take the values of num_mix in turn, each for an equal part of the training.
     mix_blocks: Annotated[tuple[Count, ...], MinLen(1)] = (1,)
     """Side of the mixed blocks in patches; several values, such as 4 2 1, take equal parts of the training."""
