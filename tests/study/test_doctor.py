@@ -90,7 +90,7 @@ def write_run(folder: Path, *, steps: int = 1000, until: float = 1.0, settings: 
     }
     default |= {"knn": lambda p: 0.5, "rank": lambda p: 30, "lidar": lambda p: 20, "mean_cosine": lambda p: 0.4}
     curves = {name: curve for name, curve in (default | curves).items() if curve is not None}
-    monitored = {"knn", "rank", "lidar", "mean_cosine"} & curves.keys()
+    monitored = {"knn", "rank", "lidar", "mean_cosine", "neighbors_kept", "knn_train", "knn_margin"} & curves.keys()
     rows: list[dict[str, Any]] = []
     for progress in until * np.arange(101) / 100:
         place = {"step": round(steps * progress), "epoch": progress, "progress": progress}
@@ -114,6 +114,15 @@ def test_a_healthy_run_needs_nothing(tmp_path: Path) -> None:
     trend = one(findings, "trend").found.replace("-0.0", "+0.0")
     assert trend == "kNN 50.0; twice the training would give about +0.0 points (± 0.0)"
     assert one(findings, "change first").found == "nothing"
+
+
+def test_features_are_compared_with_those_of_the_start(tmp_path: Path) -> None:
+    guarded = {"neighbors_kept": lambda p: 1 - p, "knn_margin": lambda p: 0.02, "settings": {"encoder_lr": 0.1}}
+    for fallen, verdict in ((0.01, "ok"), (0.05, "bad")):
+        run = write_run(tmp_path / verdict, knn_train=lambda p, fallen=fallen: 0.5 - fallen * p, **guarded)
+        assert (found := one(examine_run(run), "start")).verdict == verdict
+    assert found.found == "kNN 50.0 → 45.0 %"
+    assert "halve --base-lr (now 0.0005) or --encoder-lr (now 0.1)" in found.remedy
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from patchmix.config import Config, read_config
 from patchmix.device import autocast_dtype, cpp_compiler
-from patchmix.evaluate.monitor import collapse_warning
+from patchmix.evaluate.monitor import below_start, collapse_warning
 from patchmix.launch import usable_cores
 from patchmix.settings import Doctor
 from patchmix.train.allocator import can_ask_for_huge_pages, page_policy
@@ -161,7 +161,7 @@ def examine_run(folder: Path) -> list[Finding]:
     last = steps[-1]
     images = f"step {last['step']:,}, {last['step'] * config.train.batch_size:,} images"
     findings = [Finding("training", f"{100 * last['progress']:.0f} % done: {images}")]
-    for part in (representation, contrasts, waiting, trend, speed):
+    for part in (representation, start, contrasts, waiting, trend, speed):
         findings += part(config, steps, evaluations)
     worst = [finding for verdict in ("bad", "could be better") for finding in findings if finding.verdict == verdict]
     first = f"{worst[0].what}: {worst[0].remedy}" if worst else "nothing"
@@ -174,6 +174,15 @@ def representation(config: Config, steps: Rows, evaluations: Rows) -> Iterator[F
         found = ", ".join(f"{names[key]} {values[key]:.3g}" for key in names if values.get(key) is not None)
         collapsed = collapse_warning(values)
         yield check(collapsed is None, "features", collapsed or found, unstick(config, steps), otherwise="bad")
+
+
+def start(config: Config, steps: Rows, evaluations: Rows) -> Iterator[Finding]:
+    """Of a run from other weights: whether its features are as good as theirs."""
+    compared = [row for row in evaluations if row.get("neighbors_kept") is not None]
+    if len(compared) > 1:
+        below = below_start({"start": compared[0], "last": compared[-1]})
+        remedy = f"halve --base-lr (now {config.optim.base_lr:g}) or --encoder-lr (now {config.optim.encoder_lr:g})"
+        yield check(below is None, "start", below or "the features are not below those", remedy, otherwise="bad")
 
 
 def contrasts(config: Config, steps: Rows, evaluations: Rows) -> Iterator[Finding]:
