@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from patchmix.report.curves import (
     MOST_POINTS,
@@ -57,6 +59,15 @@ def test_runs_are_overlaid_with_chance_and_floor() -> None:
     loss = curves_figure([History("a", short), History("b", ROWS)]).axes[0]
     (chance,) = (line for line in loss.lines if line.get_label() == "chance")
     assert list(chance.get_xdata()) == [0.5, 1.0, 1.5]  # as long as the longest run
+
+
+def test_labels_of_short_times_do_not_overlap() -> None:
+    rows = [row | {"seconds": 1.1 * row["step"]} for row in ROWS if row["kind"] == "train"]
+    figure = curves_figure([History("a", rows)], axis="hours")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in figure.axes[0].get_xticklabels()]
+    assert len(boxes) > 3
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 def test_runs_of_the_same_name_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,7 @@ def curves_figure(histories: Sequence[History], *, axis: str = "epochs") -> Figu
         names = data["runs"] if len(histories) > 1 else [panel["key"]]
         _draw_panel(place, panel, names, axis)
         place.set(title=panel["title"], xlabel=AXIS_LABELS[axis])
+        place.locator_params(axis="x", nbins=5)  # hours of a short run have many digits
     figure.tight_layout()
     return figure
 
