@@ -117,6 +117,20 @@ def test_bf16_that_a_gpu_only_emulates_is_not_chosen(
     assert autocast_dtype(GPU, "bf16") == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("has", "expected"), [({"avx512_bf16"}, torch.bfloat16), ({"amx_bf16"}, torch.bfloat16), ({"avx512_f"}, None)]
+)
+def test_bf16_on_cpus_that_compute_in_it(
+    has: set[str], expected: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has, True), raising=False)
+    assert autocast_dtype(cpu) == expected
+    assert autocast_dtype(cpu, "fp32") is None
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # before torch 2.11
+    assert autocast_dtype(cpu) is None
+
+
 # --------------------------------------------------------------------------------------------------------- evaluation
 
 

@@ -4,9 +4,10 @@
 
 DATA is a folder with CIFAR-10 as train.parquet and test.parquet. Every training runs on one thread, is evaluated by kNN
 and becomes a line of the log. It takes as many images as its settings process in its minutes; how many they process in
-a second is measured first, for 20 seconds of CPU time, and kept in speeds.csv beside the log. So other programs change
-no result, unless they run while speeds are measured (`--measure` does only that). Groups `without`, `methods`, `methods
-again`, `mixes` and `flips` never see the test images: their kNN is of each training image by all others.
+a second is measured first, in fp32, for a minute of CPU time, and kept in speeds.csv beside the log. So other programs
+change no result, unless they run while speeds are measured (`--measure` does only that), and CPUs that compute in bf16
+get the same results in half the time. Groups `without`, `rates`, `methods`, `mixes` and `flips` never see the test
+images: their kNN is of each training image by all others.
 """
 
 import argparse
@@ -87,20 +88,16 @@ WITHOUT = {  # `fast` with a change
     "momentum 0.99": "--momentum 0.99",
     "momentum 0.8": "--momentum 0.8",
 }
-RATES = {  # the best --base-lr of each in one seed of group `methods`, or as good
-    "simclr": "4e-3",
-    "patchmix": "2e-3",
-    "mocov3": "2e-3",
-    "regioncl": "2e-3",
-    "sdmp": "2e-3",
-    "swav": "1e-3",
-    "byol": "2e-3",
-    "ibot": "2e-3",
-    "dino": "2e-3",
-}
 MIXES = {  # in `fast` without regions, which only whole patches have
-    mix: f"--mix {mix} --region-weight 0"
+    f"mix {mix}": f"--mix {mix} --region-weight 0"
     for mix in ("patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap")
+}
+RATES = {  # the best --base-lr of one seed in group `rates`, where it is not that of `fast`, 2e-3
+    "simclr": "4e-3",
+    "swav": "1e-3",
+    "mix patchmix": "1e-3",
+    "mix regionswap": "1e-3",
+    "mix cutmix+mixup": "1e-3",
 }
 
 
@@ -138,14 +135,15 @@ def rows(group: str) -> Iterator[Training]:
         for seed in (0, 1, 2):
             for name, settings in WITHOUT.items():
                 yield Training(name, seed, "5min", settings, tested=False)
-    elif group in CHOICES:  # each with three learning rates
-        for lr in ("2e-3", "1e-3", "4e-3"):
+    elif group in CHOICES:  # three seeds with the learning rate that was best in one
+        for seed in (0, 1, 2):
             for name, settings in CHOICES[group].items():
-                yield Training(f"lr {lr}, {name}", 0, "5min", f"{settings} --base-lr {lr}".strip(), tested=False)
-    elif group == "methods again":  # more seeds, each with its own learning rate
-        for seed in (1, 2):
-            for name, lr in RATES.items():
-                yield Training(name, seed, "5min", f"{METHODS[name]} --base-lr {lr}".strip(), tested=False)
+                rate = f"--base-lr {RATES[name]}" if name in RATES else ""
+                yield Training(name, seed, "5min", f"{settings} {rate}".strip(), tested=False)
+    elif group == "rates":
+        for lr in ("1e-3", "2e-3", "4e-3"):
+            for name, settings in {**METHODS, **MIXES}.items():
+                yield Training(f"{name}, lr {lr}", 0, "5min", f"{settings} --base-lr {lr}".strip(), tested=False)
     elif group == "flips":  # all methods where the only augmentation is a flip
         for name, settings in METHODS.items():
             yield Training(name, 0, "5min", f"{settings} {VIEWS['flips']}".strip(), tested=False)
@@ -164,6 +162,10 @@ def rows(group: str) -> Iterator[Training]:
                     yield Training(label, seed, "10min", METHODS[method], slice(images), True, (finetune,))
                 scratch = (f"{finetune} --layer-decay 1",)
                 yield Training(f"supervised, {images} images", seed, "1s", "", slice(images), True, scratch)
+    elif group == "bf16":
+        for seed in (0, 1, 2):
+            for name, method in PAIR.items():
+                yield Training(name, seed, "10min", f"{method} --precision bf16".strip())
     elif group == "hour":
         for name, method in PAIR.items():
             yield Training(name, 0, "60min", method, evaluations=FROZEN)
@@ -183,8 +185,8 @@ PAIR = {"fast": "", "mocov3": MOCO}
 FROZEN = ("knn", "linear --protocol fast")  # evaluations of the encoder as it is
 COMPARED = {"fast": "patchmix", "mocov3": "mocov3", "sdmp": "sdmp"}
 CHOICES = {"methods": METHODS, "mixes": MIXES}
-GROUPS = ("views", "speed", "without", *CHOICES, "methods again", "flips", "small", "labels", "hour", "long",
-          "photos")  # fmt: skip
+UNTESTED = {"without", "rates", "methods", "mixes", "flips"}
+GROUPS = ("views", "speed", "without", "rates", *CHOICES, "flips", "small", "labels", "bf16", "hour", "long", "photos")
 
 
 def main(args: list[str] | None = None) -> None:
@@ -214,6 +216,9 @@ def main(args: list[str] | None = None) -> None:
             speed = images_per_second(cut(arguments.data, training, arguments.out), arguments.out, training)
             append({"settings": speed_key(training), "images_per_second": round(speed)}, speeds)
     for group, training in [] if arguments.measure else wanted:
+        if twin := next((row for row in read(log) if is_same(row, group, training)), None):
+            append({**twin, "group": group, "name": training.name}, log)
+            continue
         kept = "small" if group == "labels" else group
         folder = arguments.out / kept / re.sub(r"\W+", "-", f"{training.name}-{training.seed}")
         speed = next(int(row["images_per_second"]) for row in read(speeds) if row["settings"] == speed_key(training))
@@ -221,6 +226,12 @@ def main(args: list[str] | None = None) -> None:
         found = train(data, folder, flags(training, speed, data), training.evaluations)
         row = {"group": group, **training._asdict(), **found}
         append({column: row.get(column) for column in COLUMNS}, log)
+
+
+def is_same(row: dict[str, str], group: str, training: Training) -> bool:
+    """Whether another group without test images has this training."""
+    values = (str(training.seed), training.budget, training.settings)
+    return {group, row["group"]} <= UNTESTED and (row["seed"], row["budget"], row["settings"]) == values
 
 
 def flags(training: Training, speed: float, data: str) -> list[str]:
@@ -249,12 +260,11 @@ def patchmix(*args: str) -> None:
 
 
 def images_per_second(data: str, out: Path, training: Training) -> float:
-    """Of a training of 20 seconds, all stages of its schedules included."""
+    """In fp32, of a training of a minute, all stages of its schedules included."""
     with tempfile.TemporaryDirectory(dir=out) as folder:
-        short = "--budget 20s --workers 0 --log-every 2 --monitor-every 0 --monitor-bank 500 --monitor-queries 100"
-        patchmix(
-            "pretrain", data, "--out", f"{folder}/run", *f"{recipe(training)} {short} {speed_key(training)}".split()
-        )
+        short = "--precision fp32 --budget 60s --workers 0 --log-every 2 --monitor-every 0 --monitor-bank 500"
+        options = f"{recipe(training)} {short} --monitor-queries 100 {speed_key(training)}"
+        patchmix("pretrain", data, "--out", f"{folder}/run", *options.split())
         speeds = [line["images_per_second"] for line in lines(Path(folder) / "run") if "images_per_second" in line]
     return statistics.harmonic_mean(speeds[2:])  # without the first steps, which are slower
 

@@ -228,10 +228,10 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
     )
 
 
-def build_optimizer(config: Config, method: Method) -> torch.optim.AdamW:
+def build_optimizer(config: Config, method: Method, autocast: torch.dtype | None) -> torch.optim.AdamW:
     names = ("name", "betas", "eps", "encoder_lr", "layer_decay", "head_warmup")
     settings = {name: getattr(config.optim, name) for name in names}
-    return optimizer.build_optimizer(method, encoder=method.encoder, **settings)
+    return optimizer.build_optimizer(method, encoder=method.encoder, autocast=autocast, **settings)
 
 
 def build_evaluators(

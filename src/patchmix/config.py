@@ -142,7 +142,7 @@ class TrainConfig:
     """Fraction of the patch tokens that queries drop, at the start and at the end; momentum encoders see all."""
     image_sizes: tuple[Count, ...] = ()
     """Sides of both views in equal stages of the training, such as 16 24 32; by default the model's."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision; auto is bf16 on GPUs that support it.
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision; auto is bf16 on hardware that computes in it.
     seed: int = 0  # Random seed.
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from collections.abc import Mapping
 
 import torch
 
@@ -29,9 +30,18 @@ def resolve_device(name: str = "auto") -> torch.device:
 
 
 def autocast_dtype(device: torch.device, precision: str = "auto") -> torch.dtype | None:
-    """What autocast computes in; None for fp32. "auto" is bf16 on a GPU with hardware for it, fp32 elsewhere."""
-    in_hardware = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if precision == "bf16" or (precision == "auto" and in_hardware) else None
+    """What autocast computes in; None for fp32. "auto" is bf16 on a device with hardware for it, fp32 elsewhere."""
+    if precision == "bf16" or (precision == "auto" and has_bf16(device)):
+        return torch.bfloat16
+    return None
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether it computes in bf16, rather than emulate that."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    capabilities: Mapping[str, bool | int | str] = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.11
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def cpp_compiler() -> str | None:

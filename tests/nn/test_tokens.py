@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -55,6 +56,22 @@ def test_equals_the_encoder_in_values_and_gradients(options: dict[str, Any]) -> 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     for gradient, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_on_the_cpu_is_fp32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, attend, seen = build().train(), F.scaled_dot_product_attention, []
+
+    def spy(q: Tensor, *others: Any, **options: Any) -> Tensor:
+        seen.append((q.dtype, torch.is_autocast_enabled("cpu")))
+        return attend(q, *others, **options)
+
+    expected = encoder(IMAGES)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = class_tokens(encoder, IMAGES)
+        assert run_block(encoder.blocks[0], torch.zeros(1, 2, 24), recompute=False).dtype == torch.float32  # the stream
+    assert seen == [(torch.float32, False)] * 4
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
 
 def test_the_last_block_costs_little() -> None:

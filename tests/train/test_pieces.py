@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
+from torch import Tensor, nn
 
 from patchmix.build import METHODS
 from patchmix.evaluate.monitor import collapse_warning, effective_rank, health
@@ -25,6 +25,7 @@ from patchmix.methods.options import IBOTOptions
 from patchmix.nn.vit import create_encoder
 from patchmix.run import _warning
 from patchmix.schedules import WarmupCosine
+from patchmix.train import optimizer as optimizer_module
 from patchmix.train.checkpoint import Checkpoints, load_checkpoint
 from patchmix.train.log import TRACKERS, BadSamples, RunLog, forget_after, read_metrics
 from patchmix.train.optimizer import build_optimizer, set_hyperparameters
@@ -74,7 +75,8 @@ def test_decay_reaches_the_1d_parameters_that_are_matrices_in_the_authors_code()
     assert 0.3 < float(lengths.mean()) < 0.8  # that of nn.Linear's rows, 0.577 on average
 
 
-def test_muon_is_torchs_with_q_k_and_v_apart() -> None:
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_muon_is_torchs_with_q_k_and_v_apart(autocast: torch.dtype | None) -> None:
     """torch's works in bf16, so the updates agree to about two digits."""
     torch.manual_seed(0)
     module = nn.Module()
@@ -87,7 +89,7 @@ def test_muon_is_torchs_with_q_k_and_v_apart() -> None:
     others = [p for p in module.parameters() if p is not qkv and p is not fc1]
     plain = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in others])
     adamw = torch.optim.AdamW(plain, lr=0.1, weight_decay=0.0)
-    ours = build_optimizer(module, name="muon")
+    ours = build_optimizer(module, name="muon", autocast=autocast)
     for step in range(4):
         torch.manual_seed(step)
         for parameter in module.parameters():
@@ -105,13 +107,30 @@ def test_muon_is_torchs_with_q_k_and_v_apart() -> None:
         adamw.step()
         if step == 1:  # a resumed run goes on with the same momentum
             state = copy.deepcopy(ours.state_dict())
-            ours = build_optimizer(module, name="muon")
+            ours = build_optimizer(module, name="muon", autocast=autocast)
             ours.load_state_dict(state)
     expected = torch.cat([part.detach() for part in parts[:3]])
     torch.testing.assert_close(qkv.detach(), expected, rtol=0, atol=0.02)
     torch.testing.assert_close(fc1.detach(), parts[3].detach(), rtol=0, atol=0.02)
-    assert float((fc1.detach() - parts[3].detach()).norm() / parts[3].detach().norm()) < 0.01
+    assert float((fc1.detach() - parts[3].detach()).norm() / parts[3].detach().norm()) < (0.02 if autocast else 0.01)
     torch.testing.assert_close([p.detach() for p in others], [p.detach() for p in plain])
+
+
+def test_muon_orthogonalizes_in_the_dtype_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, used = nn.Module(), []
+    module.encoder = nn.Module()
+    module.encoder.blocks = nn.Linear(8, 4, bias=False)
+
+    def spy(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        used.append(dtype)
+        return matrices
+
+    monkeypatch.setattr(optimizer_module, "orthogonalize", spy)
+    for autocast in (None, torch.bfloat16):
+        optimizer = build_optimizer(module, name="muon", autocast=autocast)
+        module.encoder.blocks.weight.grad = torch.ones(4, 8)
+        optimizer.step()
+    assert used == [torch.float32, torch.bfloat16]
 
 
 def test_checkpoints_keep_the_newest_and_last_points_to_it(tmp_path: Path) -> None:

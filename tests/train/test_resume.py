@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,9 @@ TINY = [
 
 def start(out: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "patchmix", "pretrain", "shapes:512", "--out", str(out), *TINY, *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    environment, pipe = os.environ | {"OMP_NUM_THREADS": "1"}, subprocess.PIPE
+    hear = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=hear)
 
 
 def finish(process: subprocess.Popen[str]) -> str:

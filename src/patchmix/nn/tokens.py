@@ -3,7 +3,9 @@
 Shapes: N images of T tokens (class token first) with D numbers each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -140,7 +142,18 @@ def is_plain(encoder: nn.Module) -> bool:
     if type(encoder) is not VisionTransformer or encoder.global_pool != "token" or encoder.attn_pool is not None:
         return False
     last = encoder.blocks[-1]
-    return type(last) is Block and type(last.attn) is Attention and getattr(last.attn, "gate", None) is None
+    return type(last) is Block and _is_plain_attention(last.attn)
+
+
+def _is_plain_attention(attn: nn.Module) -> bool:
+    return type(attn) is Attention and getattr(attn, "gate", None) is None
+
+
+def _attend(attn: Attention, x: Tensor) -> Tensor:
+    """attn(x), (N, T, D)."""
+    n, t, _ = x.shape
+    q, k, v = attn.qkv(x).view(n, t, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    return _attention(attn, attn.q_norm(q), attn.k_norm(k), v)
 
 
 def _attend_from_first(attn: Attention, x: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -152,11 +165,20 @@ def _attend_from_first(attn: Attention, x: Tensor, seen: Tensor | None = None) -
     bias_q, bias_kv = (None, None) if attn.qkv.bias is None else attn.qkv.bias.tensor_split([heads * width])
     q = F.linear(x[:, :1], weight_q, bias_q).view(n, 1, heads, width).transpose(1, 2)
     k, v = F.linear(x, weight_kv, bias_kv).view(n, t, 2, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
-    dropout = attn.attn_drop.p if attn.training else 0.0
-    q = attn.q_norm(q).expand(n, heads, r, width)
-    y = F.scaled_dot_product_attention(q, attn.k_norm(k), v, attn_mask=seen, dropout_p=dropout)
-    y = y.transpose(1, 2).reshape(n, r, heads * width)
-    return cast("Tensor", attn.proj_drop(attn.proj(attn.norm(y))))
+    return _attention(attn, attn.q_norm(q).expand(n, heads, r, width), attn.k_norm(k), v, seen)
+
+
+def _attention(attn: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """attn from q (N, heads, R, d), k and v (N, heads, T, d) on → (N, R, D). seen: (R, T), what is attended to.
+
+    On the CPU it is computed in fp32: in bf16, gradients of few tokens take three times as long.
+    """
+    dtype, dropout = q.dtype, attn.attn_drop.p if attn.training else 0.0
+    fp32 = dtype == torch.bfloat16 and not q.is_cuda
+    with torch.autocast("cpu", enabled=False) if fp32 else nullcontext():
+        q, k, v = (x.float() if fp32 else x for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout).to(dtype)
+    return cast("Tensor", attn.proj_drop(attn.proj(attn.norm(y.transpose(1, 2).flatten(2)))))
 
 
 def all_tokens(
@@ -189,12 +211,19 @@ def all_tokens(
 
 def run_block(block: nn.Module, x: Tensor, *, recompute: bool, **arguments: Any) -> Tensor:
     """block(x); with `recompute` only its input is kept, and the backward pass computes the rest again."""
+    run: Callable[..., Tensor] = block
+    if type(block) is Block and type(block.mlp) is Mlp and _is_plain_attention(block.attn):
+        run = partial(_run_plain_block, block, lean=torch.is_grad_enabled() and not recompute)
     if torch.is_grad_enabled() and recompute:
-        return cast("Tensor", checkpoint(block, x, use_reentrant=False, **arguments))
-    if torch.is_grad_enabled() and type(block) is Block and type(block.mlp) is Mlp:
-        x = x + block.drop_path1(block.ls1(block.attn(block.norm1(x))))
-        return cast("Tensor", x + block.drop_path2(block.ls2(_lean_mlp(block.norm2, block.mlp, x))))
-    return cast("Tensor", block(x, **arguments))
+        return checkpoint(run, x, use_reentrant=False, **arguments)
+    return run(x, **arguments)
+
+
+def _run_plain_block(block: Block, x: Tensor, *, lean: bool) -> Tensor:
+    assert isinstance(block.attn, Attention) and isinstance(block.mlp, Mlp)
+    x = x + block.drop_path1(block.ls1(_attend(block.attn, block.norm1(x))))
+    y = _lean_mlp(block.norm2, block.mlp, x) if lean else block.mlp(block.norm2(x))
+    return cast("Tensor", x + block.drop_path2(block.ls2(y)))
 
 
 def _lean_mlp(norm: nn.Module, mlp: Mlp, x: Tensor) -> Tensor:

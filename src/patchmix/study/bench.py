@@ -153,7 +153,7 @@ class RepeatedStep:
 
     def __init__(self, method: Method, views: list[Tensor], plan: Plan, optim: str = "adamw") -> None:
         self.method, self.views, self.plan = method, views, plan
-        self.optimizer = build_optimizer(method, name=optim)
+        self.optimizer = build_optimizer(method, name=optim, autocast=plan.autocast)
         self._device = views[0].device
         self._module = wrap(method, self._device, compiled=plan.compile)
         self._phases = Phases(torch.device("cpu"))

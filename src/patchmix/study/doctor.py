@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from patchmix.config import Config, read_config
-from patchmix.device import autocast_dtype, cpp_compiler
+from patchmix.device import cpp_compiler, has_bf16
 from patchmix.evaluate.monitor import below_start, collapse_warning
 from patchmix.launch import usable_cores
 from patchmix.settings import Doctor
@@ -86,13 +86,12 @@ def devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         remedy = "runs use the CPU; for a GPU install its driver and a torch build with CUDA"
         yield check(False, "GPU", "none that torch sees", remedy)
-        return
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         yield Finding(f"GPU {number}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GB")
-    fast = autocast_dtype(torch.device("cuda")) is not None
+    fast = has_bf16(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     found = "in hardware; precision auto uses it" if fast else "not in hardware"
-    yield check(fast, "bf16", found, "runs are fp32; GPUs since 2020 have it")
+    yield check(fast, "bf16", found, "runs are fp32; GPUs since 2020 and CPUs with AVX-512 BF16 or AMX have it")
 
 
 def cores() -> Iterator[Finding]:

@@ -1,11 +1,13 @@
 """AdamW, Muon, and their hyperparameters during training."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 
 def build_optimizer(
@@ -18,11 +20,13 @@ def build_optimizer(
     encoder_lr: float = 1.0,
     layer_decay: float = 1.0,
     head_warmup: float = 0.0,
+    autocast: torch.dtype | None = None,
 ) -> torch.optim.AdamW:
     """AdamW in two groups: matrices, which are decayed, and biases and other 1-d parameters, which are not.
 
-    With "muon", the matrices of transformer blocks are a third group, which Muon updates. The groups are split where
-    the parameters of `encoder`, a part of `module`, learn with another rate or later (see `set_hyperparameters`).
+    With "muon", the matrices of transformer blocks are a third group, which Muon updates; it computes in the dtype of
+    `autocast`, as the model does. The groups are split where the parameters of `encoder`, a part of `module`, learn
+    with another rate or later (see `set_hyperparameters`).
     """
     inside = {} if encoder is None else {id(parameter): encoder_lr for parameter in encoder.parameters()}
     if encoder is not None and layer_decay < 1:
@@ -44,7 +48,7 @@ def build_optimizer(
         | {"lr_scale": scale, "start": start}
         for (kind, scale, start), parameters in groups.items()
     ]
-    create = torch.optim.AdamW if name == "adamw" else MuonAdamW
+    create = torch.optim.AdamW if name == "adamw" else partial(MuonAdamW, dtype=autocast or torch.float32)
     return create(settings, lr=0.0, betas=betas, eps=eps, fused=True)
 
 
@@ -77,24 +81,36 @@ class MuonAdamW(torch.optim.AdamW):
     """Muon (Jordan et al. 2024) for groups with `muon`, AdamW for the others, both with the same learning rate.
 
     The update of a matrix is its momentum, orthogonalized, and scaled to the size that AdamW's updates usually have
-    (Liu et al. 2025, "Muon is Scalable for LLM Training"). q, k and v are three matrices. torch.optim.Muon computes
-    in bf16, which takes CPUs twenty times as long as the fp32 used here.
+    (Liu et al. 2025, "Muon is Scalable for LLM Training"). q, k and v are three matrices. `dtype` is what matrices are
+    orthogonalized in; torch.optim.Muon always takes bf16, one matrix after the other, which is slow on CPUs.
     """
 
     momentum = 0.95
 
+    def __init__(self, params: ParamsT, *, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.dtype = dtype
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         for group in self.param_groups:
+            alike: dict[torch.Size, list[tuple[nn.Parameter, Tensor]]] = {}
             for parameter in group["params"] if group["muon"] else ():
                 if parameter.grad is not None:
-                    self._update(parameter, group["lr"], group["weight_decay"])
+                    matrices = self._momentum(parameter, parameter.grad)
+                    alike.setdefault(matrices.shape, []).append((parameter, matrices))
                     parameter.grad = None  # done: AdamW skips it
+            for shape, updated in alike.items():
+                stacked = orthogonalize(torch.cat([matrices for _, matrices in updated]), dtype=self.dtype)
+                scale = -0.2 * group["lr"] * max(shape[1:]) ** 0.5
+                for (parameter, _), update in zip(updated, stacked.chunk(len(updated)), strict=True):
+                    parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                    parameter.add_(update.reshape(parameter.shape), alpha=scale)
         return super().step(closure)
 
-    def _update(self, parameter: Tensor, lr: float, weight_decay: float) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
+    def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Nesterov's momentum of this gradient, as matrices (B, R, C): of q, k and v, or one."""
+        state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -102,21 +118,18 @@ class MuonAdamW(torch.optim.AdamW):
         average = state["momentum_buffer"].lerp_(gradient, 1.0 - self.momentum)
         nesterov = gradient.lerp(average, self.momentum)
         rows, columns = nesterov.shape
-        matrices = nesterov.view(-1, columns, columns) if rows == 3 * columns else nesterov.unsqueeze(0)  # q, k, v
-        update = orthogonalize(matrices).view_as(parameter)
-        parameter.mul_(1.0 - lr * weight_decay)
-        parameter.add_(update, alpha=-0.2 * lr * max(matrices.shape[1:]) ** 0.5)
+        return nesterov.view(-1, columns, columns) if rows == 3 * columns else nesterov.unsqueeze(0)
 
 
-def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
     """U·Vᵀ of each U·S·Vᵀ, up to singular values between 0.7 and 1.2, by Muon's Newton-Schulz iteration: (B, R, C)."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)).to(dtype)
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.mT if tall else x
+        x = (((gram @ gram).mul_(2.0315).add_(gram, alpha=-4.7750)) @ x).add_(x, alpha=3.4445)
+    return torch.as_tensor(x.mT if tall else x, dtype=matrices.dtype)
 
 
 def set_hyperparameters(
