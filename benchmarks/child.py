@@ -40,7 +40,8 @@ def _say(answer: Answer) -> None:
 
 
 def recipe(what: dict[str, Any]) -> Config:
-    return start(model=what["model"]).replace(batch_size=what["batch"], **what.get("settings", {}))
+    settings = {"batch_size": what["batch"], "precision": "fp32", **what.get("settings", {})}  # the plain one has fp32
+    return start(model=what["model"]).replace(**settings)
 
 
 def random_views(size: int, batch: int) -> list[torch.Tensor]:

@@ -11,9 +11,12 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from benchmarks.children import children
 from benchmarks.result import Result, ratio
 from patchmix.config import ModelConfig
+from patchmix.device import has_bf16
 from patchmix.study.bench import Spread, in_turns
 from patchmix.study.flops import method_flops, shape_of
 
@@ -24,6 +27,8 @@ def run(quick: bool = False) -> Iterator[Result]:
     for case, (model, batch, share) in CASES.items():
         yield from compare(case, model, batch, share, rounds=2 if quick else 3)
         yield from allocators(case, model, batch, rounds=1 if quick else 2)
+        if has_bf16(torch.device("cpu")):
+            yield in_bf16(case, model, batch, rounds=2 if quick else 5)
 
 
 def compare(case: str, model: str, batch: int, share: float, rounds: int) -> list[Result]:
@@ -82,6 +87,13 @@ def allocators(case: str, model: str, batch: int, rounds: int) -> list[Result]:
         Result(f"step {case}: plain with glibc's defaults ÷ ours as shipped", ratio(times["plain"], times["kept"])),
         Result(f"step {case}: ours with glibc's defaults ÷ as shipped", ratio(times["glibc"], times["kept"])),
     ]
+
+
+def in_bf16(case: str, model: str, batch: int, rounds: int) -> Result:
+    common: dict[str, Any] = {"kind": "ours", "model": model, "batch": batch, "allocator": "kept"}
+    with children(fp32=common, bf16={**common, "settings": {"precision": "bf16"}}) as kids:
+        times = in_turns({name: kid.seconds for name, kid in kids.items()}, rounds)
+    return Result(f"step {case}: fp32 ÷ bf16", ratio(times["fp32"], times["bf16"]))
 
 
 def _shares(rounds: list[dict[str, float]]) -> dict[str, float]:
