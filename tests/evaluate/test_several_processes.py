@@ -37,6 +37,15 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.fixture(autouse=True)
+def fp32(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on CPUs that compute in bf16, whose rounding is too coarse to tell that the results are the same."""
+    folder = tmp_path_factory.mktemp("fp32")
+    (folder / "sitecustomize.py").write_text("import torch\ntorch.cpu.get_capabilities = dict\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))  # of the other processes
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+
+
 @pytest.fixture
 def labeled(tmp_path: Path) -> Path:
     """61 training and 31 test images of ten classes, as files: nothing that two processes can share evenly."""
