@@ -48,28 +48,21 @@ TIMES = {  # minutes on one core: group and name of the trainings, a mark for ea
         20: ("speed", "mocov3, 20 minutes"),
         60: ("hour", "mocov3"),
     },
+    "PatchMix, bf16": {10: ("bf16", "fast")},
+    "MoCo v3, bf16": {10: ("bf16", "mocov3")},
     "SimCLR, fast": {20: ("speed", "simclr, 20 minutes")},
     "PatchMix, patch 4": {120: ("long", "fast, patch 4")},
     "PatchMix, paper": {20: ("speed", "paper")},
     "MoCo v3, paper": {20: ("speed", "mocov3, own settings")},
     "PatchMix, official": {20: ("speed", "official")},
 }
-EARLIER = {  # groups of the page → of the log: these have momentum 0.99, or were on a slower core
-    "methods": ("methods, slower core", "methods, momentum 0.99"),
-    "methods again": ("methods again, slower core",),
-    "flips": ("flips, momentum 0.99",),
-    "mixes": ("mixes, momentum 0.99",),
-    "small": ("small, momentum 0.99",),
-    "labels": ("labels, momentum 0.99",),
-}
 EVALUATIONS = {  # of trainings on few images: their group in the log
     "knn": ("small", "kNN"),
     "linear": ("small", "linear"),
     "finetune": ("labels", "fine-tuned"),
 }
+TABLES = {"without": "fast", "methods": "patchmix", "mixes": "mix patchmix"}  # and with what the rows are compared
 DETAILS = {
-    "patchmix": ", momentum 0.9",
-    "mocov3": ", momentum 0.9",
     "simclr": ", τ = 0.5",
     "swav": ", 300 prototypes, queue of 1,024, ε = 0.03",
     "dino": ", 2,048 prototypes",
@@ -90,13 +83,7 @@ class Part(NamedTuple):
 def logged(group: str, name: str | None = None) -> list[dict[str, str]]:
     """The trainings of a group in the log, or those of one name: its seeds."""
     with (DOCS / "results" / "runs.csv").open(newline="") as file:
-        runs = list(csv.DictReader(file))
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for each in EARLIER.get(group, (group,)):
-        for run in runs:
-            if run["group"] == each and name in (None, run["name"]):
-                found.setdefault((run["name"], run["seed"]), run)
-    return list(found.values())
+        return [run for run in csv.DictReader(file) if run["group"] == group and name in (None, run["name"])]
 
 
 @style()
@@ -146,32 +133,39 @@ def show_views() -> None:
     write({IMAGES / "views.png": figure})
 
 
-def read_parts(group: str = "without") -> dict[str, Part]:
-    """`fast` and its changes, from the greatest loss to the greatest gain."""
+def read_parts(group: str = "without", base: str = "fast") -> dict[str, Part]:
+    """`fast` and its changes, or methods, or mixes, compared with `base`: the greatest loss first."""
     parts: dict[str, Part] = {}
     for run in logged(group):
-        name = run["name"].replace("mocov3", "MoCo v3")
-        label = name if "MoCo v3" in name or not run["settings"] else f"{name} (`{run['settings']}`)"
-        part = parts.setdefault(name, Part(label, {}, [], [], []))
+        name = run["name"].replace("mocov3", "MoCo v3") if group.startswith("without") else run["name"]
+        part = parts.setdefault(name, Part(label(group, name, run["settings"]), {}, [], [], []))
         part.knn[run["seed"]] = float(run["knn"])
         part.images.append(int(run["images"]))
         part.tflops.append(part.images[-1] * float(run["gflops_per_image"]) / 1000)
-    fast = parts["fast"].knn
     for part in parts.values():
-        part.gains.extend(knn - fast[seed] for seed, knn in part.knn.items())
+        part.gains.extend(knn - parts[base].knn[seed] for seed, knn in part.knn.items())
     return dict(sorted(parts.items(), key=lambda item: statistics.mean(item[1].gains)))
 
 
-def table_of_parts(parts: dict[str, Part]) -> list[str]:
+def label(group: str, name: str, settings: str) -> str:
+    if group in ("methods", "mixes"):
+        return f"`{name.removeprefix('mix ')}`{DETAILS.get(name, '')} | {settings.partition('--base-lr ')[2] or '2e-3'}"
+    return name if "MoCo v3" in name or not settings else f"{name} (`{settings}`)"
+
+
+def table_of_parts(group: str = "without", base: str = "fast") -> list[str]:
     """The rows of the table in docs/results.md."""
-    groups, lines = (parts, read_parts("without, momentum 0.99")), []
-    half = pooled_interval([part.gains for each in groups for name, part in each.items() if name != "fast"])
-    for part in parts.values():
+    parts, lines = read_parts(group, base), []
+    others = [read_parts("without, momentum 0.99")] if group == "without" else []
+    half = pooled_interval([part.gains for each in (parts, *others) for name, part in each.items() if name != base])
+    for name, part in parts.items():
         cells = [part.label, len(part.knn), f"{statistics.mean(part.images):,.0f}"]
         cells += [f"{statistics.mean(part.tflops):.1f}", f"{statistics.mean(part.knn.values()):.1f}"]
-        cells += ["" if part.label == "fast" else with_interval(part.gains, half)]
+        cells += ["" if name == base else with_interval(part.gains, half)]
+        if group == "methods":
+            cells += [f"{float(logged('flips, momentum 0.99', name)[0]['knn']):.1f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+    return lines if group == "without" else lines[::-1]
 
 
 def pooled_interval(groups: list[list[float]]) -> float:
@@ -181,55 +175,27 @@ def pooled_interval(groups: list[list[float]]) -> float:
     return t_quantile(freedom) * (squares / freedom) ** 0.5
 
 
-def table_of_methods() -> list[str]:
-    """Likewise, of methods: cost, images seen, kNN by learning rate and of more seeds with the best one, and kNN with
-    flips only; the best first."""
-    rows = []
-    for run in logged("methods"):
-        method = run["name"].removeprefix("lr 1e-3, ")
-        if method == run["name"]:
-            continue
-        by_rate = [logged("methods", f"lr {lr}, {method}")[0] for lr in ("1e-3", "2e-3", "4e-3")]
-        seeds = [max(by_rate, key=lambda run: float(run["knn"])), *logged("methods again", method)]
-        images, knn = (statistics.mean(float(run[column]) for run in seeds) for column in ("images", "knn"))
-        cells = [f"`{method}`{DETAILS.get(method, '')}", f"{float(run['gflops_per_image']):.3f}", f"{images:,.0f}"]
-        cells += [f"{float(run['knn']):.1f}" for run in by_rate]
-        cells += [f"{knn:.1f}" + (f" ({len(seeds)})" if len(seeds) > 1 else "")]
-        cells += [f"{float(logged('flips', method)[0]['knn']):.1f}"]
-        rows.append((knn, f"| {' | '.join(cells)} |"))
-    return [line for _, line in sorted(rows, reverse=True)]
-
-
-def table_of_mixes() -> list[str]:
-    """Likewise, of mixes: images seen, and kNN by learning rate; the best first."""
-    found: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for run in logged("mixes"):
-        found[run["name"].split(", ")[1]].append(run)
-    rows = []
-    for mix, runs in found.items():
-        knn = [f"{float(run['knn']):.1f}" for run in sorted(runs, key=lambda run: run["name"])]
-        images = statistics.mean(int(run["images"]) for run in runs)
-        rows.append((max(knn), f"| `{mix}` | {images:,.0f} | {' | '.join(knn)} |"))
-    return [line for _, line in sorted(rows, reverse=True)]
-
-
 def table_of_few_images() -> list[str]:
-    """Likewise, of trainings on few images: how they are evaluated, and the mean over the seeds of each method."""
+    """Likewise, of trainings on few images: momentum, how they are evaluated, and the mean of each method's seeds."""
     rows = []
     for images in (1_000, 5_000, 20_000):
         for column, (group, label) in EVALUATIONS.items():
-            found: dict[str, dict[str, float]] = defaultdict(dict)
-            for run in logged(group):
-                method, _, rest = run["name"].partition(", ")
-                if rest == f"{images} images" and run[column]:
-                    found[method][run["seed"]] = float(run[column])
-            if "fast" not in found:
-                continue
-            seeds = sorted(found["fast"].keys() & found["mocov3"].keys())
-            pairs = [[found[method][seed] for seed in seeds] for method in ("fast", "mocov3")]
-            gains = [fast - moco for fast, moco in zip(*pairs, strict=True)]
-            means = [f"{statistics.mean(values):.1f}" for values in (*pairs, found["sdmp"].values())]
-            rows.append(f"| {' | '.join([f'{images:,}', label, *means, with_interval(gains), str(len(gains))])} |")
+            for momentum, when in (("0.9", ""), ("0.99", ", momentum 0.99")):
+                found: dict[str, dict[str, float]] = defaultdict(dict)
+                for run in logged(group + when):
+                    method, _, rest = run["name"].partition(", ")
+                    if rest == f"{images} images" and run[column]:
+                        found[method][run["seed"]] = float(run[column])
+                seeds = sorted(found["fast"].keys() & found["mocov3"].keys())
+                if not seeds:
+                    continue
+                pairs = [[found[method][seed] for seed in seeds] for method in ("fast", "mocov3")]
+                gains = [fast - moco for fast, moco in zip(*pairs, strict=True)]
+                knn = [
+                    f"{statistics.mean(values):.1f}" if values else "–" for values in (*pairs, found["sdmp"].values())
+                ]
+                cells = [f"{images:,}", label, momentum, *knn, with_interval(gains), str(len(gains))]
+                rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
@@ -246,7 +212,9 @@ def with_interval(gains: list[float], half: float | None = None) -> str:
 def show_parts() -> None:
     """What each change of `fast` gives, a mark for each seed."""
     parts = read_parts()
-    print(*table_of_parts(parts), *table_of_methods(), *table_of_mixes(), *table_of_few_images(), sep="\n")
+    for group, base in TABLES.items():
+        print(*table_of_parts(group, base), sep="\n")
+    print(*table_of_few_images(), sep="\n")
     names = [name for name in parts if name != "fast"]
     figure = Figure(figsize=(7.0, 0.8 + 0.2 * len(names)))
     axis = figure.subplots()

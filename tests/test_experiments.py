@@ -104,9 +104,9 @@ def test_parts_of_the_training_images(experiments: Any, tmp_path: Path) -> None:
 
 def test_tables_of_the_results_follow_from_the_log() -> None:
     page, figures = (DOCS / "results.md").read_text(encoding="utf-8"), script(DOCS / "figures.py")
-    parts = figures.table_of_parts(figures.read_parts())
-    assert len(parts) > 20
-    for rows in (parts, figures.table_of_methods(), figures.table_of_mixes(), figures.table_of_few_images()):
+    tables = [figures.table_of_parts(group, base) for group, base in figures.TABLES.items()]
+    assert [len(rows) >= expected for rows, expected in zip(tables, (20, 9, 6), strict=True)] == [True] * 3
+    for rows in (*tables, figures.table_of_few_images()):
         assert "\n".join(rows) in page
 
 
