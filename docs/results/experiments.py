@@ -6,8 +6,8 @@ DATA is a folder with CIFAR-10 as train.parquet and test.parquet. Every training
 and becomes a line of the log. It takes as many images as its settings process in its minutes; how many they process in
 a second is measured first, in fp32, for a minute of CPU time, and kept in speeds.csv beside the log. So other programs
 change no result, unless they run while speeds are measured (`--measure` does only that). CPUs that compute in bf16 need
-half the time for as many images, and reach the same up to rounding. Groups `without`, `rates`, `methods`, `mixes` and `flips` never see the test
-images: their kNN is of each training image by all others.
+half the time for as many images, and reach the same up to rounding. Groups `without`, `rates`, `methods`, `mixes` and
+`flips` never see the test images: their kNN is of each training image by all others.
 """
 
 import argparse
@@ -92,7 +92,7 @@ MIXES = {  # in `fast` without regions, which only whole patches have
     f"mix {mix}": f"--mix {mix} --region-weight 0"
     for mix in ("patchmix", "mixup", "cutmix", "cutmix+mixup", "resizemix", "regionswap")
 }
-RATES = {  # the best --base-lr of one seed in `rates` with momentum 0.99, where it is not that of `fast`, 2e-3
+RATES = {  # the best --base-lr of one seed in `rates` with momentum 0.99, where it is not 2e-3 as in `fast`
     "simclr": "4e-3",
     "swav": "1e-3",
     "mix patchmix": "1e-3",
