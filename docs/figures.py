@@ -51,7 +51,7 @@ TIMES = {  # minutes on one core: group and name of the trainings, a mark for ea
     "PatchMix, bf16": {10: ("bf16", "fast")},
     "MoCo v3, bf16": {10: ("bf16", "mocov3")},
     "SimCLR, fast": {20: ("speed", "simclr, 20 minutes")},
-    "PatchMix, patch 4": {120: ("long", "fast, patch 4")},
+    "PatchMix, patch 4": {120: ("long, fp32", "fast, patch 4")},
     "PatchMix, paper": {20: ("speed", "paper")},
     "MoCo v3, paper": {20: ("speed", "mocov3, own settings")},
     "PatchMix, official": {20: ("speed", "official")},

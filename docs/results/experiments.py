@@ -169,10 +169,10 @@ def rows(group: str) -> Iterator[Training]:
     elif group == "hour":
         for name, method in PAIR.items():
             yield Training(name, 0, "60min", method, evaluations=FROZEN)
-    elif group == "long":  # finer patches, which pay in hours, and checkpoints for the curve
-        settings = "--patch-size 4 --image-sizes 16 24 32 --checkpoint-epochs 4 --keep-checkpoints 30"
+    elif group == "long":  # finer patches, which pay in longer training
+        settings = "--patch-size 4 --image-sizes 16 24 32 --precision bf16"
         for name, method in PAIR.items():
-            yield Training(f"{name}, patch 4", 0, "2h", f"{method} {settings}".strip(), evaluations=FROZEN)
+            yield Training(f"{name}, patch 4", 0, "60min", f"{method} {settings}".strip(), evaluations=FROZEN)
     elif group == "photos":  # DATA is a folder of photos instead, of 64 px or more
         settings = "--model vit_tiny_patch8_64 --dim 128 --depth 4 --heads 4 --image-sizes 32 48 64"
         for name, method in PAIR.items():
