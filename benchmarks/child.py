@@ -54,7 +54,8 @@ def ours(what: dict[str, Any]) -> Callable[[Answer], Answer]:
     config = recipe(what)
     method = build.build_method(config).train()
     views = random_views(shape_of(ModelConfig(what["model"])).image_size, what["batch"])
-    iterate = RepeatedStep(method, views, build.build_plan(config, steps_per_epoch=1000, device=CPU))
+    plan = build.build_plan(config, method.encoder, steps_per_epoch=1000, device=CPU)
+    iterate = RepeatedStep(method, views, plan)
     phases = iterate.time_phases() if what.get("phases") else None
     products = Products()
 

@@ -28,7 +28,7 @@ def run(quick: bool = False) -> list[Result]:
     prepare = build.build_prepare(config.views, config.model.in_chans)
     loader = build.build_loader(config, source, 32)
     batches = loader.batches()
-    plan = build.build_plan(config, loader.steps_per_epoch, torch.device("cpu"))
+    plan = build.build_plan(config, method.encoder, loader.steps_per_epoch, torch.device("cpu"))
     step = RepeatedStep(method, prepare(next(batches)), plan)
     step()
     shares = []

@@ -44,7 +44,7 @@ def steps_on_gpu(config: Config, count: int = 1) -> FakeGPU:
     method = build_method(config).train()
     with FakeGPU() as gpu:
         gpu.move(method)
-        plan = build_plan(config, steps_per_epoch=10, device=GPU)
+        plan = build_plan(config, method.encoder, steps_per_epoch=10, device=GPU)
         optimizer = build_optimizer(method, name=config.optim.name)
         local = config.views.local_size
         views = [gpu.empty(N, 3, size, size) for size in (16, 16, *[local] * config.views.local_crops)]

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from patchmix import distributed
@@ -108,7 +108,7 @@ def build_method(config: Config, encoder_weights: dict[str, Tensor] | None = Non
 def check_sizes(config: Config, encoder: VisionTransformer) -> None:
     """A ValueError if the images of any stage do not fit the patches, or what PatchMix makes of them."""
     patch, side, options = patch_size_of(encoder), encoder.patch_embed.img_size[0], config.method.options
-    sizes, crops = config.train.image_sizes or (side,), [config.views.local_size] * min(1, config.views.local_crops)
+    sizes, crops = config.train.sides(side, patch), [config.views.local_size] * min(1, config.views.local_crops)
     for size in (side, *sizes, *crops):
         if size % patch:
             raise ValueError(f"images of {size} px do not divide into patches of {patch} px; use multiples of {patch}")
@@ -204,8 +204,8 @@ def build_prepare(views: ViewsConfig, in_chans: int) -> Prepare:
     return Prepare(mean=views.mean, std=views.std, in_chans=in_chans, max_sigma=views.sigma[1])
 
 
-def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Plan:
-    train, optim = config.train, config.optim
+def build_plan(config: Config, encoder: nn.Module, steps_per_epoch: int, device: torch.device) -> Plan:
+    train, optim, vit = config.train, config.optim, cast("VisionTransformer", encoder)
     if config.runtime.compile and device.type == "cpu" and cpp_compiler() is None:
         raise ValueError("--compile needs a C++ compiler on the CPU; install g++, or leave --compile out")
     names = ("log_every", "monitor_every", "checkpoint_epochs", "checkpoint_minutes")
@@ -215,7 +215,7 @@ def build_plan(config: Config, steps_per_epoch: int, device: torch.device) -> Pl
         lr=WarmupCosine(config.lr, optim.min_lr, warmup=config.warmup, step=step),
         weight_decay=Cosine(optim.weight_decay, optim.weight_decay_end),
         token_dropout=Linear(*train.token_dropout, duration=1.0),
-        image_sizes=train.image_sizes,
+        image_sizes=train.sides(vit.patch_embed.img_size[0], patch_size_of(vit)) if train.image_sizes else (),
         batch_size=train.batch_size,
         epochs=train.epochs,
         budget_seconds=None if minutes is None else minutes * 60,

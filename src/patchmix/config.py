@@ -140,10 +140,17 @@ class TrainConfig:
     accumulate: Count = 1  # Micro-batches per optimizer step.
     token_dropout: tuple[Share, Share] = (0.0, 0.0)
     """Fraction of the patch tokens that queries drop, at the start and at the end; momentum encoders see all."""
-    image_sizes: tuple[Count, ...] = ()
-    """Sides of both views in equal stages of the training, such as 16 24 32; by default the model's."""
+    image_sizes: tuple[Above0, ...] = ()
+    """Sides of both views in equal stages of the training, in pixels (16 24 32) or as fractions of the model's
+    (0.5 0.75 1); by default the model's."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision; auto is bf16 on hardware that computes in it.
     seed: int = 0  # Random seed.
+
+    def sides(self, whole: int, patch: int) -> tuple[int, ...]:
+        """`image_sizes` in pixels, for a model that takes `whole` px; fractions make at least 2 × 2 patches."""
+        parts = [min(whole, patch * max(2, round(size * whole / patch))) for size in self.image_sizes]
+        pixels = [int(size) if size > 1 else part for size, part in zip(self.image_sizes, parts, strict=True)]
+        return tuple(pixels) or (whole,)
 
 
 @dataclass(frozen=True)
@@ -232,6 +239,8 @@ def from_dict(values: Mapping[str, Any]) -> Config:
         raise ValueError(f"optim.warmup_epochs is {warmup:g}; it must be below train.epochs ({epochs:g}){why}")
     if config.train.budget is not None:
         parse_minutes(config.train.budget)
+    if odd := [size for size in config.train.image_sizes if size > 1 and size % 1]:
+        raise ValueError(f"train.image_sizes has {odd[0]:g}; give whole pixels, or fractions up to 1")
     if any(config.train.token_dropout) and config.method.name in ("ibot", "regioncl", "distill"):
         raise ValueError(f"train.token_dropout does not work with {config.method.name}, which compares patch tokens")
     return config

@@ -111,7 +111,7 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
             ),
         ),
         optim=OptimConfig("muon", base_lr=2e-3, warmup_epochs=epochs / 10, weight_decay=0.05, weight_decay_end=0.05),
-        train=TrainConfig(batch_size=128, epochs=epochs),
+        train=TrainConfig(batch_size=128, epochs=epochs, image_sizes=(0.5, 0.75, 1.0)),
         runtime=RuntimeConfig(monitor_every=1.0),
     )
 
@@ -124,7 +124,15 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
     """
     config = fast(model, 12.0 if epochs is None else epochs)
     config = config.replace(
-        data="shapes", area=(0.7, 1.0), jitter=0.3, gray=0.0, stem="patch", optim="adamw", base_lr=4e-3, batch_size=64
+        data="shapes",
+        area=(0.7, 1.0),
+        jitter=0.3,
+        gray=0.0,
+        stem="patch",
+        optim="adamw",
+        base_lr=4e-3,
+        batch_size=64,
+        image_sizes=(),
     )
     return config.replace(recipe="demo", workers=0, monitor_every=2.0, monitor_bank=4_000, monitor_queries=1_000)
 

@@ -144,7 +144,7 @@ def run_config(config: Config, out: Path, *, resume: str | Path | None = None) -
                 log.say(f"warning: the weights expect {expected}; add --mean and --std", style="yellow")
             normal = "a loss is normal between its floor and its chance level; both are in metrics.jsonl"
             log.say(normal if state is None else f"continuing at step {state['step']}")
-            plan = build.build_plan(config, loader.steps_per_epoch, device)
+            plan = build.build_plan(config, method.encoder, loader.steps_per_epoch, device)
             train(
                 method,
                 loader,

@@ -67,7 +67,7 @@ def run(config: Config, source: InMemorySource, folder: Path, evaluators: Any = 
         train(
             method,
             loader,
-            build.build_plan(config, loader.steps_per_epoch, CPU),
+            build.build_plan(config, method.encoder, loader.steps_per_epoch, CPU),
             optimizer=build_optimizer(method),
             device=CPU,
             prepare=build.build_prepare(config.views, 3),

@@ -60,7 +60,7 @@ def _embedding(shape: Architecture) -> int:
     ids=str,
 )
 def test_flops_are_exactly_torchs_count(recipe: tuple[str, str]) -> None:
-    config = start(recipe[0], model=recipe[1])
+    config = start(recipe[0], model=recipe[1]).replace(image_sizes=())
     crops = {"local_crops": config.views.local_crops, "local_size": config.views.local_size}
     assert step_flops(config, 8) == sum(count_flops(*build_weightless(config.model, config.method, batch=8, **crops)))
 
@@ -71,7 +71,7 @@ def measured_peak(config: Config, n: int) -> int:
     """
     method = build_method(config).train()
     side = shape_of(config.model).image_size
-    plan = build_plan(config, steps_per_epoch=100, device=torch.device("cpu"))
+    plan = build_plan(config, method.encoder, steps_per_epoch=100, device=torch.device("cpu"))
     step = RepeatedStep(method, [torch.randn(n, 3, side, side) for _ in range(2)], plan)
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

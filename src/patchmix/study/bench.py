@@ -34,7 +34,7 @@ from patchmix.train.allocator import keep_freed_memory, return_freed_memory
 from patchmix.train.loop import Plan, train_step, wrap
 from patchmix.train.optimizer import build_optimizer
 
-PROGRESS = 1e-3  # of the training, in every measured step
+PROGRESS = 0.999  # of the training, in every measured step: the last stage, in which everything learns
 # Large enough for any machine's best rate, and a tenth of a second on two cores: (rows, inner, columns).
 GEMM_SHAPES = ((2048, 2048, 2048), (4096, 1024, 2048), (8192, 768, 1536), (1536, 4096, 1536))
 
@@ -86,7 +86,7 @@ def measure_speed(config: Config, steps: int) -> dict[str, Any]:
     channels = pixel_channels(config.model.in_chans)
     views = replace(config.views, mean=(0.0,) * channels, std=(1.0,) * channels)  # any: they cost the same
     prepare = build.build_prepare(views=views, in_chans=config.model.in_chans)
-    plan = build.build_plan(config, loader.steps_per_epoch, device)
+    plan = build.build_plan(config, method.encoder, loader.steps_per_epoch, device)
     batches = loader.batches()
 
     before = 0 if device.type == "cuda" else resident_bytes()

@@ -205,7 +205,7 @@ def config_flops(config: Config, *, class_token: bool = True, at: float | None =
     try:
         shape, options = shape_of(config.model), asdict(config.method.options)
         for progress in [(i + 0.5) / 12 for i in range(12)] if at is None else [at]:
-            size = stage(config.train.image_sizes or (shape.image_size,), progress)
+            size = stage(config.train.sides(shape.image_size, shape.patch_size), progress)
             how["token_dropout"] = dropout(progress)
             costs.append(method_flops(config.method.name, replace(shape, image_size=size), options=options, **how))
         mean = statistics.mean if config.train.budget is None else statistics.harmonic_mean
