@@ -260,9 +260,10 @@ def test_several_processes_get_ddp_on_their_own_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(loop.distributed, "world_size", lambda: 2)
     monkeypatch.setattr(loop, "DistributedDataParallel", lambda module, **options: made.update(options) or module)
     method = build_method(small())
-    loop.wrap(method, torch.device("cuda:3"))
+    plan = build_plan(small(), method.encoder, 10, torch.device("cpu"))
+    loop.wrap(method, torch.device("cuda:3"), plan)
     assert made == {"device_ids": [3], "broadcast_buffers": False, "gradient_as_bucket_view": True}
-    loop.wrap(method, torch.device("cpu"))
+    loop.wrap(method, torch.device("cpu"), plan)
     assert made["device_ids"] is None
 
 

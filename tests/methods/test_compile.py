@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,16 @@ from torch._dynamo.backends.debugging import eager
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
-from patchmix.build import METHODS, build_method
+from patchmix.build import METHODS, build_method, build_plan
 from patchmix.config import Config, validate
 from patchmix.methods.method import Method
 from patchmix.methods.options import METHOD_OPTIONS
 from patchmix.nn.tokens import class_tokens
 from patchmix.nn.vit import create_encoder
+from patchmix.recipes import fast
 from patchmix.schedules import Linear
+from patchmix.train.loop import train_step, wrap
+from patchmix.train.optimizer import build_optimizer
 
 SMALL = {"head_hidden": 32, "head_out": 16}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler: install g++")
@@ -98,6 +104,24 @@ def test_dropped_tokens(ends: tuple[float, float]) -> None:
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[-1] == (graphs[2] if ends[0] != ends[1] else 1)
+
+
+def test_every_image_size_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **how: compiled(module, backend=eager, **how))
+    cpu, sizes = torch.device("cpu"), (8, 8, 12, 16, 16)
+    config = fast("vit_tiny_patch4_16").replace(**SMALL, dim=24, depth=2, heads=2, image_sizes=sizes, precision="fp32")
+    losses = []
+    for compiles in (False, True):
+        method = build_method(config).train()
+        plan = replace(build_plan(config, method.encoder, 1, cpu), compile=compiles)
+        how = {"optimizer": build_optimizer(method), "batches": itertools.repeat(views()), "plan": plan, "device": cpu}
+        step = partial(train_step, wrap(method, cpu, plan), method, **how, prepare=lambda batch: batch)
+        losses += [[float(step(step=i, progress=i / 5)["loss"].detach()) for i in range(5)]]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == 3
 
 
 @pytest.mark.slow

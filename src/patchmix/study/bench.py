@@ -155,7 +155,7 @@ class RepeatedStep:
         self.method, self.views, self.plan = method, views, plan
         self.optimizer = build_optimizer(method, name=optim, autocast=plan.autocast)
         self._device = views[0].device
-        self._module = wrap(method, self._device, compiled=plan.compile)
+        self._module = wrap(method, self._device, plan)
         self._phases = Phases(torch.device("cpu"))
         self._steps = 0
         self.done: Callable[[int], None] = lambda count: None  # told of every step

@@ -87,7 +87,7 @@ def train(
     clock = Clock(total_steps, plan.budget_seconds, first_step=step, spent_before=spent)
     clock.reserve = float((resume_from or {}).get("reserve", 0.0))  # absent in version 0.1
     meter, watch = Meter(), LossWatch(device)
-    module = wrap(method, device, compiled=plan.compile)
+    module = wrap(method, device, plan)
     writer = CheckpointWriter(checkpoints if distributed.is_main() else None)
 
     def monitor() -> dict[str, float]:
@@ -237,8 +237,11 @@ def hold_statistics(method: Method, optimizer: torch.optim.Optimizer, progress: 
             each.train(method.training and id(module.weight) in learning)
 
 
-def wrap(method: Method, device: torch.device, *, compiled: bool = False) -> nn.Module:
-    """The method as it is called: in DistributedDataParallel where there are several ranks, compiled if wanted."""
+def wrap(method: Method, device: torch.device, plan: Plan) -> nn.Module:
+    """The method as it is called: in DistributedDataParallel where there are several ranks, compiled if wanted.
+
+    Every image size has a graph of its own; where the number of tokens changes with every step, graphs are for any.
+    """
     module: nn.Module = method
     if distributed.world_size() > 1:
         with warnings.catch_warnings():
@@ -249,8 +252,8 @@ def wrap(method: Method, device: torch.device, *, compiled: bool = False) -> nn.
                 broadcast_buffers=False,  # batch norms have the same global statistics on every rank
                 gradient_as_bucket_view=True,
             )
-    if compiled:
-        module.compile()
+    if plan.compile:
+        module.compile(dynamic=None if plan.token_dropout(0.0) != plan.token_dropout(1.0) else False)
     return module
 
 
