@@ -141,8 +141,7 @@ class TrainConfig:
     token_dropout: tuple[Share, Share] = (0.0, 0.0)
     """Fraction of the patch tokens that queries drop, at the start and at the end; momentum encoders see all."""
     image_sizes: tuple[Above0, ...] = ()
-    """Sides of both views in equal stages of the training, in pixels (16 24 32) or as fractions of
-    the model's (0.5 0.75 1); by default the model's."""
+    """Sides of both views in equal stages of the training: pixels, or fractions of the model's such as 0.5 0.75 1."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision; auto is bf16 on hardware that computes in it.
     seed: int = 0  # Random seed.
 
