@@ -20,7 +20,7 @@ from patchmix.recipes import fast
         ({"model": "deit3_small_patch16_224", "image_size": 40}, "images of 40 px do not divide into patches of 16 px"),
         ({"image_sizes": (16, 64)}, "image_sizes has 64; the model takes images of 32 px at most"),
         ({"image_sizes": (24, 32), "mix_blocks": (2, 1)}, "mix_blocks has 2; the 3 × 3 patches of images of 24 px"),
-        ({"image_sizes": (), "mix_blocks": (4, 2, 1)}, "num_mix has 2; images of 32 px have 1 blocks to mix"),
+        ({"mix_blocks": (4, 2, 1)}, "num_mix has 2; images of 32 px have 1 blocks to mix"),
         ({"image_sizes": (32, 8), "patch_size": 4, "num_mix": 9}, "num_mix has 9; images of 8 px have 4 blocks"),
         ({"local_crops": 1, "local_size": 8, "num_mix": 2}, "num_mix has 2; images of 8 px have 1 blocks"),
         (
@@ -49,7 +49,7 @@ def test_the_area_of_local_crops_is_named_in_full() -> None:
 
 def test_stages_are_checked_in_the_order_they_take() -> None:
     build_method(fast().replace(patch_size=4, image_sizes=(16, 24, 32), mix_blocks=(2, 3, 4)))
-    build_method(fast().replace(image_sizes=(), mix_blocks=(4, 1), num_mix=(1, 2), num_mix_stages=True))
+    build_method(fast().replace(mix_blocks=(4, 1), num_mix=(1, 2), num_mix_stages=True))
     build_method(fast().replace(mix="cutmix", region_weight=0, local_crops=1, local_size=8))
 
 
@@ -69,8 +69,8 @@ def test_sides_in_pixels_or_fractions(sizes: tuple[float, ...], whole: int, patc
 
 
 def test_the_plan_has_sides_in_pixels() -> None:
-    for changes, expected in (({}, (16, 24, 32)), ({"image_size": 64}, (32, 48, 64)), ({"image_sizes": ()}, ())):
-        config = fast().replace(**changes)
+    for side, sizes, expected in ((32, (), ()), (32, (0.5, 1), (16, 32)), (64, (0.5, 0.75, 1), (32, 48, 64))):
+        config = fast().replace(image_size=side, image_sizes=sizes)
         assert build_plan(config, build_method(config).encoder, 10, torch.device("cpu")).image_sizes == expected
 
 

@@ -141,7 +141,6 @@ def test_fast_is_for_any_small_model_and_the_demo_is_fast(model: str) -> None:
         "optim",
         "base_lr",
         "batch_size",
-        "image_sizes",
     }  # what the demo changes
     other |= {"workers", "monitor_every", "monitor_bank", "monitor_queries"}
     ours, demos = flat(config), flat(demo(model, epochs=5))

@@ -83,12 +83,12 @@ def official(model: str = "vit_small_patch16_224", epochs: float | None = None) 
 
 def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Config:
     """Short training on small images, for any --budget: PatchMix with one pass of keys, plain queries for a quarter of
-    the batch, a class token of each original in a mixed image as further query, and smaller images first. CIFAR-10, one
-    CPU core in bf16: kNN 74.8 % after 60 minutes with patch 4 (688 TFLOPs). Without smaller images first: 61.3 % after
-    10 minutes in bf16 (87 TFLOPs); in fp32 50.7 % after 5, 58.7 % after 20 (a slower core) and 66.5 % after 60 minutes.
+    the batch, and a class token of each original in a mixed image as further query. CIFAR-10, one CPU core: in bf16 kNN
+    61.3 % after 10 minutes (87 TFLOPs) and 74.8 % after 60 with patch 4 and smaller images first (688 TFLOPs); in fp32
+    50.7 % after 5 minutes, 58.7 % after 20 (a slower core) and 66.5 % after 60.
 
     patchmix pretrain cifar10 --out runs/fast --recipe fast --budget 10min --workers 0
-    patchmix pretrain cifar10 --out runs/long --recipe fast --patch-size 4 --budget 60min --workers 0
+    patchmix pretrain cifar10 --out runs/long --recipe fast --budget 1h --patch-size 4 --image-sizes 0.5 0.75 1
     """
     epochs = 20.0 if epochs is None else epochs
     small: dict[str, Any] = {"dim": 128, "depth": 4, "heads": 4} if model == "vit_tiny_patch8_32" else {}
@@ -111,7 +111,7 @@ def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
             ),
         ),
         optim=OptimConfig("muon", base_lr=2e-3, warmup_epochs=epochs / 10, weight_decay=0.05, weight_decay_end=0.05),
-        train=TrainConfig(batch_size=128, epochs=epochs, image_sizes=(0.5, 0.75, 1.0)),
+        train=TrainConfig(batch_size=128, epochs=epochs),
         runtime=RuntimeConfig(monitor_every=1.0),
     )
 
@@ -124,15 +124,7 @@ def demo(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Conf
     """
     config = fast(model, 12.0 if epochs is None else epochs)
     config = config.replace(
-        data="shapes",
-        area=(0.7, 1.0),
-        jitter=0.3,
-        gray=0.0,
-        stem="patch",
-        optim="adamw",
-        base_lr=4e-3,
-        batch_size=64,
-        image_sizes=(),
+        data="shapes", area=(0.7, 1.0), jitter=0.3, gray=0.0, stem="patch", optim="adamw", base_lr=4e-3, batch_size=64
     )
     return config.replace(recipe="demo", workers=0, monitor_every=2.0, monitor_bank=4_000, monitor_queries=1_000)
 

@@ -60,7 +60,7 @@ def _embedding(shape: Architecture) -> int:
     ids=str,
 )
 def test_flops_are_exactly_torchs_count(recipe: tuple[str, str]) -> None:
-    config = start(recipe[0], model=recipe[1]).replace(image_sizes=())
+    config = start(recipe[0], model=recipe[1])
     crops = {"local_crops": config.views.local_crops, "local_size": config.views.local_size}
     assert step_flops(config, 8) == sum(count_flops(*build_weightless(config.model, config.method, batch=8, **crops)))
 
