@@ -6,8 +6,8 @@ DATA is a folder with CIFAR-10 as train.parquet and test.parquet. Every training
 and becomes a line of the log. It takes as many images as its settings process in its minutes; how many they process in
 a second is measured first, in fp32, for a minute of CPU time, and kept in speeds.csv beside the log. So other programs
 change no result, unless they run while speeds are measured (`--measure` does only that). CPUs that compute in bf16 need
-half the time for as many images, and reach the same up to rounding. Groups `without`, `rates`, `methods`, `mixes` and
-`flips` never see the test images: their kNN is of each training image by all others.
+half the time for as many images, and reach the same up to rounding. Groups `without`, `rates`, `methods`, `mixes`,
+`flips` and `sizes` never see the test images: their kNN is of each training image by all others.
 """
 
 import argparse
@@ -168,6 +168,12 @@ def rows(group: str) -> Iterator[Training]:
                 yield Training(name, seed, "10min", f"{method} --precision bf16".strip())
                 settings = f"{method} {SMALL_FIRST} --precision bf16".strip()
                 yield Training(f"{name}, smaller images first", seed, "10min", settings)
+    elif group == "sizes":  # smaller images first or not, chosen without the test images
+        for seed in (0, 1, 2):
+            for name, method in PAIR.items():
+                for sizes, label in (("1", name), ("0.5 0.75 1", f"{name}, smaller images first")):
+                    settings = f"{method} --image-sizes {sizes} --precision bf16".strip()
+                    yield Training(label, seed, "10min", settings, tested=False)
     elif group == "hour":
         for name, method in PAIR.items():
             yield Training(name, 0, "60min", method, evaluations=FROZEN)
@@ -188,8 +194,9 @@ PAIR = {"fast": "", "mocov3": MOCO}
 FROZEN = ("knn", "linear --protocol fast")  # evaluations of the encoder as it is
 COMPARED = {"fast": "patchmix", "mocov3": "mocov3", "sdmp": "sdmp"}
 CHOICES = {"methods": METHODS, "mixes": MIXES}
-UNTESTED = {"without", "rates", "methods", "mixes", "flips"}
-GROUPS = ("views", "speed", "without", "rates", *CHOICES, "flips", "small", "labels", "bf16", "hour", "long", "photos")
+UNTESTED = {"without", "rates", "methods", "mixes", "flips", "sizes"}
+GROUPS = ("views", "speed", "without", "rates", *CHOICES, "flips", "small", "labels", "sizes", "bf16", "hour", "long",
+          "photos")  # fmt: skip
 
 
 def main(args: list[str] | None = None) -> None:
