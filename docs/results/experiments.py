@@ -168,12 +168,12 @@ def rows(group: str) -> Iterator[Training]:
                 yield Training(name, seed, "10min", f"{method} --precision bf16".strip())
                 settings = f"{method} {SMALL_FIRST} --precision bf16".strip()
                 yield Training(f"{name}, smaller images first", seed, "10min", settings)
-    elif group == "sizes":  # smaller images first or not, chosen without the test images
+    elif group == "sizes":  # of images and patches, chosen without the test images
         for seed in (0, 1, 2):
             for name, method in PAIR.items():
-                for sizes, label in (("1", name), ("0.5 0.75 1", f"{name}, smaller images first")):
-                    settings = f"{method} --image-sizes {sizes} --precision bf16".strip()
-                    yield Training(label, seed, "10min", settings, tested=False)
+                for label, sizes in SIZES.items():
+                    settings = f"{method} {sizes} --precision bf16".strip()
+                    yield Training(f"{name}{label}", seed, "10min", settings, tested=False)
     elif group == "hour":
         for name, method in PAIR.items():
             yield Training(name, 0, "60min", method, evaluations=FROZEN)
@@ -190,6 +190,11 @@ def rows(group: str) -> Iterator[Training]:
 
 
 SMALL_FIRST = "--image-sizes 16 24 32"
+SIZES = {
+    "": "--image-sizes 1",
+    ", smaller images first": "--image-sizes 0.5 0.75 1",
+    ", patch 4": f"--patch-size 4 {SMALL_FIRST}",
+}
 PAIR = {"fast": "", "mocov3": MOCO}
 FROZEN = ("knn", "linear --protocol fast")  # evaluations of the encoder as it is
 COMPARED = {"fast": "patchmix", "mocov3": "mocov3", "sdmp": "sdmp"}
