@@ -48,11 +48,9 @@ TIMES = {  # minutes on one core: group and name of the trainings, a mark for ea
         20: ("speed", "mocov3, 20 minutes"),
         60: ("hour", "mocov3"),
     },
-    "PatchMix, bf16": {10: ("bf16", "fast")},
-    "MoCo v3, bf16": {10: ("bf16", "mocov3")},
     "SimCLR, fast": {20: ("speed", "simclr, 20 minutes")},
-    "PatchMix, bf16, patch 4": {60: ("long", "fast, patch 4")},
-    "MoCo v3, bf16, patch 4": {60: ("long", "mocov3, patch 4")},
+    "PatchMix, bf16, patch 4": {10: ("bf16", "fast, patch 4"), 60: ("long", "fast, patch 4")},
+    "MoCo v3, bf16, patch 4": {10: ("bf16", "mocov3, patch 4"), 60: ("long", "mocov3, patch 4")},
     "PatchMix, paper": {20: ("speed", "paper")},
     "MoCo v3, paper": {20: ("speed", "mocov3, own settings")},
     "PatchMix, official": {20: ("speed", "official")},
@@ -61,6 +59,11 @@ EVALUATIONS = {  # of trainings on few images: their group in the log
     "knn": ("small", "kNN"),
     "linear": ("small", "linear"),
     "finetune": ("labels", "fine-tuned"),
+}
+SIZES = {  # in trainings of ten minutes in bf16
+    "": "patch 8",
+    ", smaller images first": "patch 8, smaller images first",
+    ", patch 4": "patch 4, smaller images first",
 }
 TABLES = {"without": "fast", "methods": "patchmix", "mixes": "mix patchmix"}  # and with what the rows are compared
 DETAILS = {
@@ -200,6 +203,23 @@ def table_of_few_images() -> list[str]:
     return rows
 
 
+def table_of_sizes() -> list[str]:
+    """Likewise, of the trainings of ten minutes in bf16: images and TFLOPs of both methods, and kNN of two kinds."""
+    rows = []
+    for name, label in SIZES.items():
+        for group, images in (("sizes", "training images"), ("bf16", "test images")):
+            both = [{run["seed"]: run for run in logged(group, method + name)} for method in METHODS]
+            seen = [int(runs["0"]["images"]) for runs in both]
+            giga = [float(runs["0"]["gflops_per_image"]) for runs in both]
+            tera = [f"{number * cost / 1000:.0f}" for number, cost in zip(seen, giga, strict=True)]
+            cells = [label, "; ".join(f"{number:,}" for number in seen), "; ".join(tera)]
+            knn = [[float(runs[seed]["knn"]) for seed in sorted(runs)] for runs in both]
+            each = [f"{statistics.mean(values):.1f} ({', '.join(f'{v:.1f}' for v in values)})" for values in knn]
+            gain = with_interval([fast - moco for fast, moco in zip(*knn, strict=True)])
+            rows.append(f"| {' | '.join([*cells, images, *each, gain])} |")
+    return rows
+
+
 def with_interval(gains: list[float], half: float | None = None) -> str:
     """The mean difference ± half of its 95 % interval: of three seeds, unless `half` is that of one."""
     text = f"{round(statistics.mean(gains), 1) + 0.0:+.1f}".replace("-", "−")
@@ -215,7 +235,7 @@ def show_parts() -> None:
     parts = read_parts()
     for group, base in TABLES.items():
         print(*table_of_parts(group, base), sep="\n")
-    print(*table_of_few_images(), sep="\n")
+    print(*table_of_few_images(), *table_of_sizes(), sep="\n")
     names = [name for name in parts if name != "fast"]
     figure = Figure(figsize=(7.0, 0.8 + 0.2 * len(names)))
     axis = figure.subplots()

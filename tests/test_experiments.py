@@ -50,7 +50,7 @@ def test_what_is_in_the_log_is_not_trained_again(
 ) -> None:
     trained: list[Path] = []
 
-    def train(data: str, folder: Path, options: list[str], evaluations: tuple[str, ...]) -> dict[str, float]:
+    def train(data: str, folder: Path, options: list[str], *evaluations: Any) -> dict[str, float]:
         if len(trained) == 3:
             raise KeyboardInterrupt
         trained.append(folder)
@@ -106,7 +106,7 @@ def test_tables_of_the_results_follow_from_the_log() -> None:
     page, figures = (DOCS / "results.md").read_text(encoding="utf-8"), script(DOCS / "figures.py")
     tables = [figures.table_of_parts(group, base) for group, base in figures.TABLES.items()]
     assert [len(rows) >= expected for rows, expected in zip(tables, (20, 9, 6), strict=True)] == [True] * 3
-    for rows in (*tables, figures.table_of_few_images()):
+    for rows in (*tables, figures.table_of_few_images(), figures.table_of_sizes()):
         assert "\n".join(rows) in page
 
 

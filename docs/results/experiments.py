@@ -162,18 +162,12 @@ def rows(group: str) -> Iterator[Training]:
                     yield Training(label, seed, "10min", METHODS[method], slice(images), True, (finetune,))
                 scratch = (f"{finetune} --layer-decay 1",)
                 yield Training(f"supervised, {images} images", seed, "1s", "", slice(images), True, scratch)
-    elif group == "bf16":
-        for seed in (0, 1, 2):
-            for name, method in PAIR.items():
-                yield Training(name, seed, "10min", f"{method} --precision bf16".strip())
-                settings = f"{method} {SMALL_FIRST} --precision bf16".strip()
-                yield Training(f"{name}, smaller images first", seed, "10min", settings)
-    elif group == "sizes":  # of images and patches, chosen without the test images
+    elif group in ("sizes", "bf16"):  # of images and patches, chosen without the test images; the same, tested
         for seed in (0, 1, 2):
             for name, method in PAIR.items():
                 for label, sizes in SIZES.items():
                     settings = f"{method} {sizes} --precision bf16".strip()
-                    yield Training(f"{name}{label}", seed, "10min", settings, tested=False)
+                    yield Training(f"{name}{label}", seed, "10min", settings, tested=group == "bf16")
     elif group == "hour":
         for name, method in PAIR.items():
             yield Training(name, 0, "60min", method, evaluations=FROZEN)
@@ -199,6 +193,7 @@ PAIR = {"fast": "", "mocov3": MOCO}
 FROZEN = ("knn", "linear --protocol fast")  # evaluations of the encoder as it is
 COMPARED = {"fast": "patchmix", "mocov3": "mocov3", "sdmp": "sdmp"}
 CHOICES = {"methods": METHODS, "mixes": MIXES}
+KEPT = {"labels": "small", "bf16": "sizes"}  # whose trainings these evaluate
 UNTESTED = {"without", "rates", "methods", "mixes", "flips", "sizes"}
 GROUPS = ("views", "speed", "without", "rates", *CHOICES, "flips", "small", "labels", "sizes", "bf16", "hour", "long",
           "photos")  # fmt: skip
@@ -234,11 +229,11 @@ def main(args: list[str] | None = None) -> None:
         if twin := next((row for row in read(log) if is_same(row, group, training)), None):
             append({**twin, "group": group, "name": training.name}, log)
             continue
-        kept = "small" if group == "labels" else group
-        folder = arguments.out / kept / re.sub(r"\W+", "-", f"{training.name}-{training.seed}")
+        folder = arguments.out / KEPT.get(group, group) / re.sub(r"\W+", "-", f"{training.name}-{training.seed}")
         speed = next(int(row["images_per_second"]) for row in read(speeds) if row["settings"] == speed_key(training))
-        data = cut(arguments.data, training, arguments.out)
-        found = train(data, folder, flags(training, speed, data), training.evaluations)
+        labeled = cut(arguments.data, training, arguments.out)
+        data = cut(arguments.data, training._replace(tested=False), arguments.out) if group == "bf16" else labeled
+        found = train(data, folder, flags(training, speed, data), labeled, training.evaluations)
         row = {"group": group, **training._asdict(), **found}
         append({column: row.get(column) for column in COLUMNS}, log)
 
@@ -288,13 +283,13 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(data: str, folder: Path, options: list[str], evaluations: tuple[str, ...]) -> dict[str, float]:
+def train(data: str, folder: Path, options: list[str], labeled: str, evaluations: tuple[str, ...]) -> dict[str, float]:
     """Trains and evaluates, or continues to."""
     patchmix("pretrain", data, "--out", str(folder), *options)
     for evaluation in evaluations:
         verb, *how = evaluation.split()
-        labeled = repeated(Path(data)) if verb == "finetune" else data
-        patchmix(verb, str(folder), "--data", labeled, "--workers", "0", *how)
+        images = repeated(Path(labeled)) if verb == "finetune" else labeled
+        patchmix(verb, str(folder), "--data", images, "--workers", "0", *how)
     last = next((line for line in reversed(lines(folder)) if "seconds" in line), {"step": 0, "seconds": 0})
     results = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 

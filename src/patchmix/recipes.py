@@ -84,8 +84,8 @@ def official(model: str = "vit_small_patch16_224", epochs: float | None = None) 
 def fast(model: str = "vit_tiny_patch8_32", epochs: float | None = None) -> Config:
     """Short training on small images, for any --budget: PatchMix with one pass of keys, plain queries for a quarter of
     the batch, and a class token of each original in a mixed image as further query. CIFAR-10, one CPU core: in bf16 kNN
-    61.3 % after 10 minutes (87 TFLOPs) and 74.8 % after 60 with patch 4 and smaller images first (688 TFLOPs); in fp32
-    50.7 % after 5 minutes, 58.7 % after 20 (a slower core) and 66.5 % after 60.
+    60.6 % after 10 minutes (85 TFLOPs), with patch 4 and smaller images first 61.8 % after 10 (115) and 74.8 % after 60
+    (688); in fp32 50.7 % after 5 minutes, 58.7 % after 20 (a slower core) and 66.5 % after 60.
 
     patchmix pretrain cifar10 --out runs/fast --recipe fast --budget 10min --workers 0
     patchmix pretrain cifar10 --out runs/long --recipe fast --budget 1h --patch-size 4 --image-sizes 0.5 0.75 1
