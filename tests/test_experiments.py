@@ -86,6 +86,27 @@ def test_what_is_in_the_log_is_not_trained_again(
     assert len(measured) == 7  # flips with this momentum are new
 
 
+def test_what_was_chosen_is_tested_without_training_it_again(
+    experiments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, calls = tmp_path / "cifar10", []
+    data.mkdir()
+    for name in ("train", "test"):
+        pq.write_table(pa.table({"label": [0]}), data / f"{name}.parquet")
+
+    def train(*call: Any) -> dict[str, float]:
+        calls.append(call)
+        return {"images": 1, "seconds": 2, "gflops_per_image": 0.1, "knn": 50.0}
+
+    monkeypatch.setattr(experiments, "train", train)
+    monkeypatch.setattr(experiments, "flags", lambda *_: [])
+    monkeypatch.setattr(experiments, "images_per_second", lambda *_: 100.0)
+    experiments.main([str(data), "sizes", "bf16", "--out", str(tmp_path / "out"), "--only", "fast, seed 0"])
+    sizes, bf16 = calls
+    assert sizes[:3] == bf16[:3]  # images, folder and flags
+    assert (sizes[3], bf16[3]) == (sizes[0], str(data))  # what they are evaluated on
+
+
 def test_parts_of_the_training_images(experiments: Any, tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": range(50_000)}), tmp_path / "train.parquet")
     pq.write_table(pa.table({"label": range(-9, 0)}), tmp_path / "test.parquet")
